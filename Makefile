@@ -1,0 +1,47 @@
+# make demo    write text with the bundled MoE model (CPU or GPU)
+# make test    the whole test-suite            make check   format, lint, types, layering, unit tests
+# make bench   the benchmarks that this machine can run
+# Every target creates .venv on a fresh machine; versions are pinned in constraints.txt, nowhere else.
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PYTHON ?= python3
+STAMP  := $(VENV)/.installed
+JOBS   ?= 2
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(PY) -m pytest
+
+.PHONY: setup demo test check bench test-gpu clean
+
+setup: $(STAMP)
+
+# torch goes first and pinned: otherwise a dependency may pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet --constraint constraints.txt torch
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[server,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(PY) -m minisgl demo
+
+test: $(STAMP)
+	$(PYTEST) tests --ignore=tests/interpret --ignore=tests/clients -n $(JOBS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpret -n $(JOBS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+	$(PYTEST) tests/unit -n $(JOBS) -m "not slow"
+
+bench: $(STAMP)
+	$(PY) benchmark/engine.py --model demo
+
+# On a machine with a CUDA GPU; prints a reason for every skip elsewhere.
+test-gpu: $(STAMP)
+	$(PYTEST) tests/gpu tests/e2e -rs
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
