@@ -1,0 +1,214 @@
+"""Configuration: one frozen tree of dataclasses, resolved once and never changed afterwards.
+
+Command-line flags, the keyword arguments of `LLM` and the table in docs/flags.md are all generated from the fields below, so
+they cannot disagree. `resolve` turns what the user asked for into what will run and says what it decided and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl.eviction import EvictionConfig
+
+
+def flag(default: Any, help: str, *, names: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
+    """A field that is also a command-line flag. names: its flags, the first one documented; default --field-name."""
+    return field(default=default, metadata={"help": help, "flags": names, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which weights, where from, in what type, on what device."""
+
+    model: str = flag(
+        "",
+        "local folder, Hugging Face or ModelScope id, or a bundled name (demo, smollm2)",
+        names=("--model", "--model-path"),
+    )
+    model_source: str = flag(
+        "huggingface", "hub that an id refers to", choices=("huggingface", "modelscope")
+    )
+    revision: str | None = flag(None, "branch, tag or commit of a hub model")
+    dtype: str = flag(
+        "auto",
+        "type of weights and activations; auto follows the checkpoint (float32 on a CPU)",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    device: str = flag("auto", "where to run; auto takes CUDA where it is available", choices=("auto", "cpu", "cuda"))
+    max_seq_len_override: int | None = flag(None, "longest sequence in tokens, instead of the model's own maximum")
+    dummy_weight: bool = flag(False, "random weights: only config.json is read (for benchmarks)")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache and the prefix cache over it."""
+
+    page_size: int = flag(16, "tokens a KV page holds; prefixes are shared in whole pages")
+    num_pages: int | None = flag(None, "KV pages; default: what --memory-ratio leaves (CPU: one 8k-token cache)")
+    memory_ratio: float = flag(0.9, "share of the device's memory for weights, workspace and KV pages together")
+    cache_type: str = flag(
+        "radix", "prefix cache", names=("--cache", "--cache-type"), choices=("radix", "naive")
+    )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What may run together in one step."""
+
+    max_running_requests: int = flag(256, "requests that hold KV pages at the same time")
+    max_prefill_length: int = flag(8192, "tokens of one step; longer prompts are computed in chunks")
+    disable_overlap: bool = flag(False, "wait for each step's tokens before planning the next one")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Which implementation computes what."""
+
+    attention_backend: str = flag(
+        "auto",
+        "attention over the paged cache",
+        names=("--attention-backend", "--attn"),
+        choices=("auto", "sdpa", "triton", "flashinfer"),
+    )
+    moe_backend: str = flag(
+        "auto", "expert computation; auto is fused on CUDA, torch on a CPU", choices=("auto", "fused", "torch")
+    )
+    moe_expert_quantization: str = flag(
+        "none",
+        "storage of expert weights; attention and embeddings stay as they are",
+        choices=("none", "int8", "fp8", "int4", "fp8_block", "mxfp4"),
+    )
+    moe_quantization_group_size: int = flag(128, "input values that share a scale in int4")
+    moe_small_m_threshold: str = flag(
+        "auto", "use the direct (decode) kernels up to this many tokens; 0 never, auto lets the record decide"
+    )
+    moe_autotune: bool = flag(False, "measure kernel tiles for shapes that have no record")
+    disable_moe_workspace_cache: bool = flag(False, "allocate MoE scratch space anew in every call (for comparison)")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many GPUs work on one model."""
+
+    tensor_parallel_size: int = flag(1, "GPUs that share every layer", names=("--tp", "--tensor-parallel-size"))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine and scheduler need to know. Build it with `from_kwargs` or from the command line."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    kernel: KernelConfig = field(default_factory=KernelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Flat keyword arguments, named as the fields, sorted into their groups. Unknown names raise ValueError."""
+        groups: dict[str, Any] = {}
+        for group in dataclasses.fields(cls):
+            kind = group.default_factory
+            assert isinstance(kind, type)
+            names = {f.name for f in dataclasses.fields(kind)} & kwargs.keys()
+            groups[group.name] = kind(**{name: kwargs.pop(name) for name in names})
+        if kwargs:
+            known = sorted(f.name for _, f in iter_flags(cls))
+            raise ValueError(f"unknown option {sorted(kwargs)[0]!r}; known are {', '.join(known)}")
+        config = cls(**groups)
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        """Raise ValueError, naming the flag and the remedy, for anything that can never work."""
+        cache, scheduler = self.cache, self.scheduler
+        for group, item in iter_flags(type(self)):
+            choices = item.metadata.get("choices")
+            value = getattr(getattr(self, group), item.name)
+            if choices and value not in choices:
+                raise ValueError(f"{flag_names(item)[0]}={value!r} is unknown: use one of {', '.join(choices)}")
+        for name, value in (
+            ("--page-size", cache.page_size),
+            ("--max-running-requests", scheduler.max_running_requests),
+            ("--max-prefill-length", scheduler.max_prefill_length),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if cache.num_pages is not None and cache.num_pages < 2:
+            raise ValueError(f"--num-pages={cache.num_pages} must be at least 2: page 0 is kept for padding")
+        if not 0.0 < cache.memory_ratio <= 1.0:
+            raise ValueError(f"--memory-ratio={cache.memory_ratio} must lie in (0, 1]")
+        override = self.model.max_seq_len_override
+        if override is not None and override < 2:
+            raise ValueError(f"--max-seq-len-override={override} must be at least 2")
+        if self.parallel.tensor_parallel_size != 1:
+            raise ValueError(
+                f"--tp={self.parallel.tensor_parallel_size}: several GPUs are not supported yet; use --tp 1"
+            )
+        threshold = self.kernel.moe_small_m_threshold
+        if threshold != "auto" and not threshold.isdecimal():
+            raise ValueError(f"--moe-small-m-threshold={threshold!r} must be auto or a whole number")
+        self.eviction.validate()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One thing `resolve` decided: the flag, the value that will be used, and why."""
+
+    flag: str
+    value: str
+    reason: str
+
+
+def iter_flags(cls: type) -> list[tuple[str, dataclasses.Field[Any]]]:
+    """(group name, field) of every flag of a config tree, in order."""
+    out = []
+    for group in dataclasses.fields(cls):
+        kind = group.default_factory
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            out += [(group.name, item) for item in dataclasses.fields(kind) if "help" in item.metadata]
+    return out
+
+
+def flag_names(item: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Command-line names of a field, the documented one first."""
+    return tuple(item.metadata.get("flags") or ()) or ("--" + item.name.replace("_", "-"),)
+
+
+def add_flags(parser: argparse.ArgumentParser, fields: list[dataclasses.Field[Any]], title: str) -> None:
+    """Give a parser one flag a field. Absent flags stay absent from the namespace, so that explicit ones can be told."""
+    group = parser.add_argument_group(title)
+    for item in fields:
+        names, choices = flag_names(item), item.metadata.get("choices") or None
+        default = "" if item.default in (None, "", False) else f" (default {item.default})"
+        text = (item.metadata["help"] + default).replace("%", "%%")
+        common: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": text}
+        if item.default is False:
+            group.add_argument(*names, action="store_true", **common)
+        else:
+            group.add_argument(*names, type=_parser_of(str(item.type)), choices=choices, **common)
+
+
+def _parser_of(annotation: str) -> Any:
+    base = annotation.replace("| None", "").strip()
+    if base.startswith(("tuple[str", "Sequence[str")):
+        return lambda text: tuple(part.strip() for part in text.split(",") if part.strip())
+    return {"int": int, "float": float, "str": str}[base]
+
+
+def flag_table(groups: list[tuple[str, list[dataclasses.Field[Any]]]]) -> str:
+    """Markdown table of flags, by group: the body of docs/flags.md."""
+    lines = []
+    for title, fields in groups:
+        lines += [f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]
+        for item in fields:
+            names = ", ".join(f"`{name}`" for name in flag_names(item))
+            choices = item.metadata.get("choices")
+            extra = f" ({', '.join(choices)})" if choices else ""
+            lines.append(f"| {names} | `{item.default}` | {item.metadata['help']}{extra} |")
+        lines.append("")
+    return "\n".join(lines)
