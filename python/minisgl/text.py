@@ -1,12 +1,14 @@
-"""Text from tokens, a few tokens at a time: detokenizing, stop strings, and the one wrapper around a Hugging Face tokenizer.
+"""Text from tokens, a few tokens at a time: detokenizing, stop strings, and the one wrapper around a Hugging
+Face tokenizer.
 
-A model emits tokens; people read characters. One character may span several tokens, one stop string several more, so both
-`Detokenizer` and `StopMatcher` are small machines that hold back what is not decided yet and say it later. Both give the
-same text however the stream is cut, which is what makes a streamed answer equal to one that is not streamed.
+A model emits tokens; people read characters. One character may span several tokens, one stop string several
+more, so both `Detokenizer` and `StopMatcher` are small machines that hold back what is not decided yet and
+say it later. Both give the same text however the stream is cut, which is what makes a streamed answer equal
+to one that is not streamed.
 
-Tokens become *bytes* through a table and the bytes go through an incremental UTF-8 decoder: constant work a token. The other
-way, decoding a sliding window of ids again and again, costs ten times more and remains only for tokenizers that are neither
-byte-level nor sentencepiece-like.
+Tokens become *bytes* through a table and the bytes go through an incremental UTF-8 decoder: constant work a
+token. The other way, decoding a sliding window of ids again and again, costs ten times more and remains only
+for tokenizers that are neither byte-level nor sentencepiece-like.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _ALPHABET = _byte_level_alphabet()
 class StopMatcher:
     """Finds stop strings in a stream of text pieces, and never lets a part of one slip out.
 
-    Of several stop strings the one completed first wins; of those completed by the same character, the longest.
+    Of several stop strings the one completed first wins; of those completed by the same character, the
+    longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
@@ -80,7 +83,8 @@ class StopMatcher:
 class TokenTable:
     """Token id -> bytes for one vocabulary, filled as tokens are met. Shared by all requests of a process.
 
-    kind: "byte_level" (GPT-2, Llama 3, Qwen …), "sentencepiece" (Llama 2, Mistral, Gemma …) or "window" (the rest).
+    kind: "byte_level" (GPT-2, Llama 3, Qwen …), "sentencepiece" (Llama 2, Mistral, Gemma …) or "window" (the
+    rest).
     """
 
     def __init__(self, backend: Any, special_ids: frozenset[int] = frozenset()):
@@ -94,7 +98,9 @@ class TokenTable:
         self._bytes: dict[int, bytes] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text. Ids outside the vocabulary (padded embeddings have some) add nothing."""
+        """What the token adds to a text. Ids outside the vocabulary (padded embeddings have some) add
+        nothing.
+        """
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
@@ -128,9 +134,10 @@ def _decoder_kind(decoder: dict[str, Any] | None) -> str:
 class Detokenizer:
     """Token ids of one request -> text pieces, whose concatenation is the whole text.
 
-    Special tokens are skipped, except those in `keep` (a parser needs to see its markers); keep=None keeps all.
-    at_start: the tokens are a text of their own rather than a continuation, so the space that sentencepiece puts in front of
-    the first word is dropped.
+    Special tokens are skipped, except those in `keep` (a parser needs to see its markers); keep=None keeps
+    all.
+    at_start: the tokens are a text of their own rather than a continuation, so the space that sentencepiece
+    puts in front of the first word is dropped.
     """
 
     def __init__(self, table: TokenTable, keep: frozenset[int] | None = frozenset(), at_start: bool = False):
@@ -184,7 +191,8 @@ class Detokenizer:
 class Tokenizer:
     """A Hugging Face tokenizer with the few calls an engine needs, safe to use from several threads.
 
-    Encoding calls the Rust tokenizer itself: transformers' own call sets truncation on shared state, which two threads must not.
+    Encoding calls the Rust tokenizer itself: transformers' own call sets truncation on shared state, which
+    two threads must not.
     """
 
     def __init__(self, hf: Any, extra_eos: Sequence[int] = ()):
@@ -199,7 +207,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str) -> Tokenizer:
-        """From a folder or a hub name. ValueError when there is none, or only one without a fast (Rust) form."""
+        """From a folder or a hub name. ValueError when there is none, or only one without a fast (Rust)
+        form.
+        """
         try:
             from transformers import AutoTokenizer, GenerationConfig
         except ImportError as error:
@@ -215,7 +225,8 @@ class Tokenizer:
                 f"the tokenizer at {path!r} has no tokenizer.json; convert it with transformers first"
             )
         try:
-            eos = GenerationConfig.from_pretrained(path).eos_token_id  # pyright: ignore[reportAttributeAccessIssue]
+            # pyright: ignore[reportAttributeAccessIssue]
+            eos = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:  # no generation_config.json: the tokenizer's own end token is all there is
             eos = None
         return cls(hf, [eos] if isinstance(eos, int) else eos or ())
@@ -234,7 +245,9 @@ class Tokenizer:
         return Detokenizer(self.table, keep, at_start)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """One token alone, as log-probability listings show it: text (U+FFFD for part of a character) and bytes."""
+        """One token alone, as log-probability listings show it: text (U+FFFD for part of a character) and
+        bytes.
+        """
         data = self.table.token_bytes(token_id)
         return data.decode("utf-8", "replace"), data
 
@@ -250,7 +263,9 @@ class Tokenizer:
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation. ValueError, with the template's own words, when it refuses the messages."""
+        """The prompt text of a conversation. ValueError, with the template's own words, when it refuses the
+        messages.
+        """
         if template is None and not self.hf.chat_template:
             raise ValueError(
                 "this model has no chat template: use plain completions, or give a chat template"

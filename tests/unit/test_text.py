@@ -1,4 +1,6 @@
-"""Detokenizing and stop strings: the same text however the stream is cut (properties, checked on random input)."""
+"""Detokenizing and stop strings: the same text however the stream is cut (properties, checked on random
+input).
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,8 @@ def test_incomplete_character_is_held_and_flushed_at_the_end():
 
 def test_special_tokens_are_skipped_unless_asked_for():
     end, think = BYTE_LEVEL.token_id("<|end|>"), BYTE_LEVEL.token_id("<think>")
-    assert end is not None and think is not None
+    assert end is not None
+    assert think is not None
     ids = [think, *BYTE_LEVEL.encode("fox"), end]
     assert "".join(stream(BYTE_LEVEL, ids)) == "fox"
     assert "".join(stream(BYTE_LEVEL, ids, keep=frozenset([think]))) == "<think>fox"
@@ -133,7 +136,8 @@ def test_ids_past_the_vocabulary_add_nothing():
 def test_token_text_shows_bytes_of_partial_characters():
     first = TokenTable(BYTE_LEVEL.backend).token_bytes(BYTE_LEVEL.encode("🦊")[0])
     text, data = BYTE_LEVEL.token_text(BYTE_LEVEL.encode("🦊")[0])
-    assert data == first and data == "🦊".encode()[: len(data)] and text.endswith("\ufffd")
+    assert data == first == "🦊".encode()[: len(data)]
+    assert text.endswith("\ufffd")
 
 
 def run_matcher(stops: list[str], pieces: list[str], include: bool) -> tuple[str, str | None, list[str]]:
@@ -160,7 +164,7 @@ def oracle(stops: list[str], text: str, include: bool) -> tuple[str, str | None]
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(
     stops: list[str], pieces: list[str], include: bool
 ):
-    text, matched, shown = run_matcher(stops, pieces, include)
+    text, matched, _ = run_matcher(stops, pieces, include)
     assert (text, matched) == oracle(stops, "".join(pieces), include)
     # as early as possible: after each piece, what is held back is the start of some stop string
     matcher = StopMatcher(stops, include)
@@ -186,7 +190,8 @@ def test_chat_template_errors_are_value_errors_with_the_templates_words():
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
     hf.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('system must come first') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('system must come first') }}"
+        "{% endif %}"
         "{{ m.content }}{% endfor %}{% if shout %}!{% endif %}"
     )
     with pytest.raises(ValueError, match="system must come first"):
