@@ -1,0 +1,72 @@
+"""mxfp4: E2M1 values in blocks of 32 along K that share a power-of-two scale (E8M0), as gpt-oss has it.
+Weight-only.
+
+value = TABLE[code] * 2 ** (scale - 127). Codes are packed two a byte in the order of `formats.packing` (a
+checkpoint's own order differs and is translated while it loads); scales are uint8 [N, K / 32], 255 means NaN.
+Encoding follows the OCP Microscaling specification 1.0: exponent floor(log2(largest magnitude)) - 2, round to
+nearest even, saturate at 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from minisgl.moe.base import ExpertShape
+from minisgl.moe.formats.base import ExpertFormat, PartSpec, nearest_choice, require_finite
+from minisgl.moe.formats.packing import pack_nibbles, unpack_nibbles
+
+BLOCK = 32
+SCALE_BIAS = 127
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+TABLE = (*MAGNITUDES, *(-value for value in MAGNITUDES))
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+class Mxfp4Format(ExpertFormat):
+    name = "mxfp4"
+    tolerance = 6e-3
+    group_size = BLOCK
+
+    def check(self, shape: ExpertShape) -> str | None:
+        for letter, size in (("D", shape.model_dim), ("F", shape.hidden_dim)):
+            if size % BLOCK:
+                nearest = nearest_choice(shape, (), "mxfp4")
+                return f"mxfp4 needs {letter}={size} to be a multiple of 32: {nearest}"
+        return None
+
+    def weight_parts(self, num_rows: int, num_cols: int) -> list[PartSpec]:
+        return [
+            ("", (num_rows, num_cols // 2), torch.uint8),
+            ("_scale", (num_rows, num_cols // BLOCK), torch.uint8),
+        ]
+
+    def quantize(self, name: str, weight_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        blocks = weight_NK.float().unflatten(-1, (-1, BLOCK))
+        amax = blocks.abs().amax(dim=-1)
+        require_finite(name, amax)
+        exponent = (
+            torch.frexp(amax).exponent - 1 - 2
+        )  # frexp has its mantissa in [0.5, 1); 2 is the exponent of 4 and 6
+        exponent = exponent.where(amax > 0, 0).clamp(-SCALE_BIAS, SCALE_BIAS)
+        codes = _encode(torch.ldexp(blocks, -exponent[..., None]))
+        return {
+            name: pack_nibbles(codes.flatten(-2)),
+            f"{name}_scale": (exponent + SCALE_BIAS).to(torch.uint8),
+        }
+
+    def dequantize(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        scale = parts[f"{name}_scale"].int()
+        table = torch.tensor(TABLE, dtype=torch.float32, device=scale.device)
+        values = table[unpack_nibbles(parts[name]).int()].unflatten(-1, (scale.shape[-1], BLOCK))
+        values = torch.ldexp(values, scale[..., None] - SCALE_BIAS)
+        return values.masked_fill((scale == 255)[..., None], torch.nan).flatten(-2)
+
+
+def _encode(x: torch.Tensor) -> torch.Tensor:
+    """Nearest code of E2M1, ties to the even code, the sign in bit 3."""
+    bounds = torch.tensor(_MIDPOINTS, device=x.device)
+    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))  # these midpoints round up
+    codes = torch.bucketize(x.abs(), bounds)
+    return (codes + 8 * (x.signbit() & (codes > 0))).to(torch.uint8)
