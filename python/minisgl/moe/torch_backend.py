@@ -66,7 +66,7 @@ class TorchStep:
         ids_TK = self.routing.ids_TK
         num_tokens, top_k = ids_TK.shape
         weights_TK = self.routing.weights_TK.masked_fill(ids_TK < 0, 0.0)
-        rows_TKD = self.rows_RD.view(num_tokens, top_k, -1)
+        rows_TKD = self.rows_RD.view(num_tokens, top_k, self.x_TD.shape[1])
         y_TD = torch.zeros_like(self.x_TD, dtype=torch.float32)
         for k in range(top_k):  # a loop, not a sum(): the order of additions is part of the definition
             y_TD += weights_TK[:, k, None] * rows_TKD[:, k]

@@ -1,0 +1,169 @@
+"""The Mixture-of-Experts layer. Read this first; everything else in `moe/` is one of the parts it names.
+
+    T tokens   K experts a token   E experts   D model dim   F expert hidden dim
+    gate_up [E, 2F, D] (gate rows, then up rows)   down [E, D, F]
+
+For one token x, the K experts chosen for it and their weights w:
+
+    y = sum over k of  w_k * down_k(act(gate_k x) * up_k x)
+
+`MoELayer.forward` is that sentence in five steps. Each step is an axis that can be exchanged without the
+others knowing:
+
+    router + rule   which experts, with which weights          moe/base.py
+    exchange        on which GPU a token meets its expert      moe/exchange.py
+    store           where weights live, in which slot          moe/store/
+    format          how a weight is stored                     moe/formats/
+    backend         who multiplies                             moe/torch_backend.py, moe/fused.py
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minisgl.moe.backend import MoeBackend
+from minisgl.moe.base import Activation, ExpertShape, Problem, RoutingRule
+from minisgl.moe.exchange import Dispatched, Exchange, Local
+from minisgl.moe.formats import get_format
+from minisgl.moe.store import ExpertStore, ResidentStore
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and the rule that reads them.
+
+    weight [E, D] and bias [E] (gpt-oss) in the model's dtype make logits; choice_bias float32 [E]
+    (DeepSeek-V3's e_score_correction_bias, ERNIE) has a say in the choice only. Parameters are left
+    uninitialised, on any device.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        model_dim: int,
+        rule: RoutingRule,
+        *,
+        bias: bool = False,
+        choice_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+
+        def empty(*shape: int, dtype: torch.dtype | None = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+        self.rule = rule
+        self.weight = empty(num_experts, model_dim)
+        self.bias = empty(num_experts) if bias else None
+        self.choice_bias = empty(num_experts, dtype=torch.float32) if choice_bias else None
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """logits [T, E] in the model's dtype, as Hugging Face computes them; the rule goes on in float32."""
+        return F.linear(x_TD, self.weight, self.bias)
+
+
+class SharedExpert(nn.Module):
+    """An expert that every token uses, beside the chosen ones; with `gate`, scaled by sigmoid(gate x)
+    (Qwen2-MoE).
+    """
+
+    def __init__(
+        self,
+        mlp: nn.Module,
+        *,
+        gated: bool = False,
+        model_dim: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.mlp = mlp
+        gate = torch.empty((1, model_dim), device=device, dtype=dtype) if gated else None
+        self.gate = None if gate is None else nn.Parameter(gate, requires_grad=False)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        y_TD = self.mlp(x_TD)
+        return y_TD if self.gate is None else torch.sigmoid(F.linear(x_TD, self.gate)) * y_TD
+
+
+class MoELayer(nn.Module):
+    """Tokens in, tokens out; `store` holds the weights and is no part of the state dict."""
+
+    def __init__(
+        self,
+        router: Router,
+        store: ExpertStore,
+        backend: MoeBackend,
+        *,
+        exchange: Exchange | None = None,
+        activation: Activation = "silu",
+        shared: nn.Module | None = None,
+    ) -> None:
+        """exchange: None means that this rank holds every expert. shared: added for every token, e.g.
+        SharedExpert.
+
+        Raises ValueError if the parts don't fit together or the backend can't compute the store's format.
+        """
+        super().__init__()
+        num_experts = router.weight.shape[0]
+        exchange = exchange or Local(num_experts)
+        if (exchange.num_experts, exchange.num_local_experts) != (num_experts, store.num_experts):
+            raise ValueError(
+                f"the router names {num_experts} experts and the store holds {store.num_experts}, "
+                f"but the exchange connects {exchange.num_experts} and {exchange.num_local_experts}"
+            )
+        self.router, self.shared = router, shared
+        self.store, self.backend, self.exchange = store, backend, exchange
+        self.activation: Activation = activation
+        if reason := backend.supports(self._problem(1, router.weight.dtype), store.device):
+            raise ValueError(f"the {backend.name} backend can't serve this layer: {reason}")
+
+    def forward(self, x_TD: torch.Tensor, num_valid: torch.Tensor | None = None) -> torch.Tensor:
+        """y [T, D]. num_valid int32 [1]: rows from this number on are padding (of a CUDA graph) and use no
+        expert.
+        """
+        routing = self.backend.route(self.router(x_TD), self.router.rule, self.router.choice_bias, num_valid)
+        sent = self.exchange.dispatch(x_TD, routing)
+        y_TD = self.exchange.combine(self._experts(sent), sent)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def _experts(self, sent: Dispatched) -> torch.Tensor:
+        step = self.backend.begin(sent.x_RD, sent.routing, self._problem(sent.x_RD.shape[0], sent.x_RD.dtype))
+        for placement in self.store.place(sent.routing):
+            step.run(placement)
+        return step.finish()
+
+    def _problem(self, num_tokens: int, dtype: torch.dtype) -> Problem:
+        return Problem(
+            num_tokens=num_tokens,
+            top_k=self.router.rule.top_k,
+            num_slots=self.store.num_slots,
+            shape=self.store.shape,
+            format=self.store.format.name,
+            dtype=dtype,
+            activation=self.activation,
+            group_size=self.store.format.group_size,
+        )
+
+    @classmethod
+    def from_tensors(
+        cls,
+        router_weight: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        rule: RoutingRule,
+        backend: MoeBackend,
+    ) -> MoELayer:
+        """A resident layer from router_weight [E, D], gate_up [E, 2F, D] and down [E, D, F], stored in their
+        dtype.
+        """
+        num_experts, model_dim, hidden_dim = down.shape
+        shape = ExpertShape(model_dim, hidden_dim)
+        store = ResidentStore(num_experts, shape, get_format("none", down.dtype), down.device)
+        store.sink(None, "gate_up", gate_up)
+        store.sink(None, "down", down)
+        router = Router(num_experts, model_dim, rule, device=down.device, dtype=router_weight.dtype)
+        router.weight.copy_(router_weight)
+        return cls(router, store, backend)

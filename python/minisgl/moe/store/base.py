@@ -1,0 +1,87 @@
+"""Contract of an expert store: where the weights of one layer live, and how they come to be served from
+slots.
+
+Loading: the loader hands tensors to `sink` as it meets them, in any order; the store quantizes them with its
+format and writes them to their final place, so no second copy of the model exists. `missing` says what never
+came.
+Serving: `place` turns a routing into waves. A resident store has one (slot = expert); one with fewer slots
+than experts may need several. The layer never learns which kind it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from minisgl.moe.base import ExpertShape, Placement, Routing
+from minisgl.moe.formats import ExpertFormat
+
+
+@dataclass(frozen=True)
+class StoreBytes:
+    """What a store occupies, in bytes: device memory, page-locked host memory, ordinary host memory."""
+
+    device: int = 0
+    pinned: int = 0
+    host: int = 0
+
+
+class ExpertStore(Protocol):
+    """The experts of one layer on this rank."""
+
+    num_experts: int
+    shape: ExpertShape
+    format: ExpertFormat
+    device: torch.device
+    """Where the slabs are, which is where kernels run."""
+
+    @property
+    def num_slots(self) -> int:
+        """S of the slabs that `place` hands out."""
+        ...
+
+    def sink(self, expert: int | None, name: str, tensor: torch.Tensor) -> None:
+        """Take one unquantized tensor of a checkpoint, on any device, in any float dtype.
+
+        expert: its number, or None for all of them in one tensor with a leading E.
+        name: "gate" or "up" [F, D], "gate_up" [2F, D], "down" [D, F]; with `_bias` [F], [2F] or [D].
+        Raises ValueError with name, expected and found shape.
+        """
+        ...
+
+    def sink_parts(self, expert: int | None, parts: Mapping[str, torch.Tensor]) -> None:
+        """Take stored parts as the format has them, e.g. {"gate": fp8, "gate_scale": float32}: bits are kept.
+
+        A scale of one number an output channel may come as [N], [N, 1], [1] or [], after a leading E if any.
+        Raises ValueError for a part the format doesn't have, and for a wrong shape or dtype.
+        """
+        ...
+
+    def fill_random(self, seed: int, std: float = 0.02) -> None:
+        """Valid weights without a checkpoint: normal values of deviation `std`, then the format's
+        quantization.
+        """
+        ...
+
+    def missing(self) -> list[str]:
+        """What never reached `sink`, e.g. "expert 3: down"; empty when the layer can be served."""
+        ...
+
+    def place(self, routing: Routing) -> Iterable[Placement]:
+        """Waves that together serve every route once whose id is not -1. Each is valid until the next is
+        asked for.
+        """
+        ...
+
+    def bytes(self) -> StoreBytes:
+        """For the memory ledger."""
+        ...
+
+    def graph_safe(self, num_tokens: int) -> bool:
+        """Whether `place` for this many tokens can be held by a CUDA graph: one wave, and no wait for the
+        device.
+        """
+        ...
