@@ -28,17 +28,19 @@ class ModelConfig:
         "local folder, Hugging Face or ModelScope id, or a bundled name (demo, smollm2)",
         names=("--model", "--model-path"),
     )
-    model_source: str = flag(
-        "huggingface", "hub that an id refers to", choices=("huggingface", "modelscope")
-    )
+    model_source: str = flag("huggingface", "hub that an id refers to", choices=("huggingface", "modelscope"))
     revision: str | None = flag(None, "branch, tag or commit of a hub model")
     dtype: str = flag(
         "auto",
         "type of weights and activations; auto follows the checkpoint (float32 on a CPU)",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    device: str = flag("auto", "where to run; auto takes CUDA where it is available", choices=("auto", "cpu", "cuda"))
-    max_seq_len_override: int | None = flag(None, "longest sequence in tokens, instead of the model's own maximum")
+    device: str = flag(
+        "auto", "where to run; auto takes CUDA where it is available", choices=("auto", "cpu", "cuda")
+    )
+    max_seq_len_override: int | None = flag(
+        None, "longest sequence in tokens, instead of the model's own maximum"
+    )
     dummy_weight: bool = flag(False, "random weights: only config.json is read (for benchmarks)")
 
 
@@ -47,8 +49,12 @@ class CacheConfig:
     """The paged KV cache and the prefix cache over it."""
 
     page_size: int = flag(16, "tokens a KV page holds; prefixes are shared in whole pages")
-    num_pages: int | None = flag(None, "KV pages; default: what --memory-ratio leaves (CPU: one 8k-token cache)")
-    memory_ratio: float = flag(0.9, "share of the device's memory for weights, workspace and KV pages together")
+    num_pages: int | None = flag(
+        None, "KV pages; default: what --memory-ratio leaves (CPU: one 8k-token cache)"
+    )
+    memory_ratio: float = flag(
+        0.9, "share of the device's memory for weights, workspace and KV pages together"
+    )
     cache_type: str = flag(
         "radix", "prefix cache", names=("--cache", "--cache-type"), choices=("radix", "naive")
     )
@@ -74,7 +80,9 @@ class KernelConfig:
         choices=("auto", "sdpa", "triton", "flashinfer"),
     )
     moe_backend: str = flag(
-        "auto", "expert computation; auto is fused on CUDA, torch on a CPU", choices=("auto", "fused", "torch")
+        "auto",
+        "expert computation; auto is fused on CUDA, torch on a CPU",
+        choices=("auto", "fused", "torch"),
     )
     moe_expert_quantization: str = flag(
         "none",
@@ -86,14 +94,18 @@ class KernelConfig:
         "auto", "use the direct (decode) kernels up to this many tokens; 0 never, auto lets the record decide"
     )
     moe_autotune: bool = flag(False, "measure kernel tiles for shapes that have no record")
-    disable_moe_workspace_cache: bool = flag(False, "allocate MoE scratch space anew in every call (for comparison)")
+    disable_moe_workspace_cache: bool = flag(
+        False, "allocate MoE scratch space anew in every call (for comparison)"
+    )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many GPUs work on one model."""
 
-    tensor_parallel_size: int = flag(1, "GPUs that share every layer", names=("--tp", "--tensor-parallel-size"))
+    tensor_parallel_size: int = flag(
+        1, "GPUs that share every layer", names=("--tp", "--tensor-parallel-size")
+    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,9 @@ class EngineConfig:
             choices = item.metadata.get("choices")
             value = getattr(getattr(self, group), item.name)
             if choices and value not in choices:
-                raise ValueError(f"{flag_names(item)[0]}={value!r} is unknown: use one of {', '.join(choices)}")
+                raise ValueError(
+                    f"{flag_names(item)[0]}={value!r} is unknown: use one of {', '.join(choices)}"
+                )
         for name, value in (
             ("--page-size", cache.page_size),
             ("--max-running-requests", scheduler.max_running_requests),
