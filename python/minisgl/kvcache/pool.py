@@ -1,10 +1,12 @@
-"""Where keys and values live: one allocation for all layers, cut into pages, and the free list of those pages.
+"""Where keys and values live: one allocation for all layers, cut into pages, and the free list of those
+pages.
 
-One tensor rather than one a layer: a single number to account for, a page id that means the same in every layer, and no
-fragmentation between layers. Page 0 is the dummy page: padding rows of a captured graph write there and nobody reads it, so
-kernels need no bounds check. It is never handed out.
+One tensor rather than one a layer: a single number to account for, a page id that means the same in every
+layer, and no fragmentation between layers. Page 0 is the dummy page: padding rows of a captured graph write
+there and nobody reads it, so kernels need no bounds check. It is never handed out.
 
-The device half (`KVPool`) and the host half (`PageAllocator`) know nothing of each other but the number of pages.
+The device half (`KVPool`) and the host half (`PageAllocator`) know nothing of each other but the number of
+pages.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ DUMMY_PAGE = 0
 def bytes_per_page(
     num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Bytes one page takes over all layers: page_size tokens of 2 (key, value) x head_dim x kv_heads x itemsize x layers.
+    """Bytes one page takes over all layers: page_size tokens of 2 (key, value) x head_dim x kv_heads x
+    itemsize x layers.
 
     Qwen3-30B-A3B in bf16: 2 x 128 x 4 x 2 x 48 = 98,304 bytes a token.
     """
@@ -27,10 +30,11 @@ def bytes_per_page(
 
 
 class KVPool:
-    """Keys and values of every layer: `data` is [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim].
+    """Keys and values of every layer: `data` is [num_layers, 2, num_pages, page_size, num_kv_heads,
+    head_dim].
 
-    num_pages counts the dummy page: num_pages - 1 pages can be allocated. num_kv_heads are those of this rank.
-    Raises ValueError when not even one page beside the dummy page was asked for.
+    num_pages counts the dummy page: num_pages - 1 pages can be allocated. num_kv_heads are those of this
+    rank. Raises ValueError when not even one page beside the dummy page was asked for.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class KVPool:
             raise ValueError(f"page_size={page_size} is not allowed: use a whole number of at least 1")
         if num_pages < 2:
             raise ValueError(
-                f"num_pages={num_pages} leaves no page beside the dummy page: use at least 2, or more memory for the KV pool"
+                f"num_pages={num_pages} leaves no page beside the dummy page: "
+                "use at least 2, or more memory for the KV pool"
             )
         self.page_size = page_size
         self.num_pages = num_pages
@@ -67,7 +72,8 @@ class KVPool:
 
 
 class PageAllocator:
-    """Free list of page ids on the host; O(1) a page. Last freed is first used: its bytes are the likeliest to be warm.
+    """Free list of page ids on the host; O(1) a page. Last freed is first used: its bytes are the likeliest
+    to be warm.
 
     num_pages counts the dummy page 0, which is never given out: total == num_pages - 1.
     """
