@@ -205,7 +205,7 @@ def apply_rule(
     _check_fit(logits_TE, rule, bias_E)
     logits_TE = _finite(logits_TE.float())
     scores_TE = _scores(logits_TE, rule)
-    choice_TE = scores_TE if bias_E is None else _finite(scores_TE + bias_E.float())
+    choice_TE = _choice(logits_TE, scores_TE, rule, bias_E)
     if rule.num_groups > 1:
         choice_TE = _keep_top_groups(choice_TE, rule)
     ids_TK = _top_indices(choice_TE, rule.top_k)
@@ -247,15 +247,24 @@ def _scores(logits_TE: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     return logits_TE.sigmoid() if rule.scoring == "sigmoid" else logits_TE
 
 
+def _choice(
+    logits_TE: torch.Tensor, scores_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None
+) -> torch.Tensor:
+    """What is ranked. Logits where that ranks as scores do: it keeps apart what softmax in float32 rounds to
+    one score, so the choice is that of exact arithmetic."""
+    if bias_E is not None:
+        return _finite(scores_TE + bias_E.float())
+    summed = rule.num_groups > 1 and rule.group_score == "top2"
+    return scores_TE if summed else logits_TE
+
+
 def _top_indices(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest along the last dim, largest first. A stable sort, since torch.topk leaves ties
-    open."""
+    """Indices of the k largest, largest first, ties by index: a stable sort, since torch.topk leaves ties open."""
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _keep_top_groups(choice_TE: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
-    """-inf for experts outside the best groups. (Zero, as some model code has it, would beat a negative
-    biased score.)"""
+    """-inf for experts outside the best groups. (Zero, as some code has it, would beat a negative biased score.)"""
     grouped = choice_TE.unflatten(1, (rule.num_groups, -1))
     best = grouped.topk(min(2 if rule.group_score == "top2" else 1, grouped.shape[2]), dim=-1).values
     kept = torch.zeros_like(best[..., 0], dtype=torch.bool)

@@ -109,9 +109,4 @@ def scale_for(amax: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.where(amax > 0, (amax / largest).clamp(min=tiny), 1.0)
 
 
-def nearest_choice(shape: ExpertShape, groups: tuple[int, ...], name: str) -> str:
-    """Words for an error: the largest group that divides both dims, else formats that take any shape."""
-    for group in groups:
-        if shape.model_dim % group == 0 and shape.hidden_dim % group == 0:
-            return f"{name} with group size {group} works"
-    return "int8 or fp8 work for any shape"
+ANY_SHAPE = "int8, fp8 and fp8_block take any shape"  # the nearest thing that works, in words

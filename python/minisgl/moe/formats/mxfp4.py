@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from minisgl.moe.base import ExpertShape
-from minisgl.moe.formats.base import ExpertFormat, PartSpec, nearest_choice, require_finite
+from minisgl.moe.formats.base import ANY_SHAPE, ExpertFormat, PartSpec, require_finite
 from minisgl.moe.formats.packing import pack_nibbles, unpack_nibbles
 
 BLOCK = 32
@@ -32,8 +32,7 @@ class Mxfp4Format(ExpertFormat):
     def check(self, shape: ExpertShape) -> str | None:
         for letter, size in (("D", shape.model_dim), ("F", shape.hidden_dim)):
             if size % BLOCK:
-                nearest = nearest_choice(shape, (), "mxfp4")
-                return f"mxfp4 needs {letter}={size} to be a multiple of 32: {nearest}"
+                return f"mxfp4 needs {letter}={size} to be a multiple of {BLOCK}: {ANY_SHAPE}"
         return None
 
     def weight_parts(self, num_rows: int, num_cols: int) -> list[PartSpec]:
