@@ -147,6 +147,16 @@ class MoELayer(nn.Module):
             group_size=self.store.format.group_size,
         )
 
+    @property
+    def gate_up(self) -> torch.Tensor:
+        """float32 [E, 2F, D]: what the store means, also where it is quantized. For reading, not for speed."""
+        return self.store.weight("gate_up")
+
+    @property
+    def down(self) -> torch.Tensor:
+        """float32 [E, D, F], as `gate_up`."""
+        return self.store.weight("down")
+
     @classmethod
     def from_tensors(
         cls,

@@ -259,12 +259,16 @@ def _choice(
 
 
 def _top_indices(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest, largest first, ties by index: a stable sort, since torch.topk leaves ties open."""
+    """Indices of the k largest, largest first, ties by index: a stable sort, since torch.topk leaves ties
+    open.
+    """
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _keep_top_groups(choice_TE: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
-    """-inf for experts outside the best groups. (Zero, as some code has it, would beat a negative biased score.)"""
+    """-inf for experts outside the best groups. (Zero, as some code has it, would beat a negative biased
+    score.)
+    """
     grouped = choice_TE.unflatten(1, (rule.num_groups, -1))
     best = grouped.topk(min(2 if rule.group_score == "top2" else 1, grouped.shape[2]), dim=-1).values
     kept = torch.zeros_like(best[..., 0], dtype=torch.bool)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from minisgl.moe.base import ExpertShape
-from minisgl.moe.formats.base import ExpertFormat, PartSpec, nearest_choice, require_finite, scale_for
+from minisgl.moe.formats.base import ANY_SHAPE, ExpertFormat, PartSpec, require_finite, scale_for
 from minisgl.moe.formats.packing import pack_nibbles, unpack_nibbles
 
 GROUP_SIZES = (128, 64, 32)
@@ -36,10 +36,8 @@ class Int4Format(ExpertFormat):
     def check(self, shape: ExpertShape) -> str | None:
         for letter, size in (("D", shape.model_dim), ("F", shape.hidden_dim)):
             if size % self.group_size:
-                nearest = nearest_choice(shape, GROUP_SIZES, "int4")
-                return (
-                    f"int4 needs {letter}={size} to be a multiple of its group {self.group_size}: {nearest}"
-                )
+                reason = f"int4 needs {letter}={size} to be a multiple of its group size {self.group_size}"
+                return f"{reason}: {_nearest(shape)}"
         return None
 
     def weight_parts(self, num_rows: int, num_cols: int) -> list[PartSpec]:
@@ -59,6 +57,13 @@ class Int4Format(ExpertFormat):
         groups = codes.unflatten(-1, (scale.shape[-1], -1))
         groups = groups - (SYMMETRIC_ZERO if zero is None else zero.float()[..., None])
         return (groups * scale[..., None]).flatten(-2)
+
+
+def _nearest(shape: ExpertShape) -> str:
+    for group_size in GROUP_SIZES:
+        if shape.model_dim % group_size == 0 and shape.hidden_dim % group_size == 0:
+            return f"group size {group_size} works"
+    return ANY_SHAPE
 
 
 def _symmetric(name: str, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

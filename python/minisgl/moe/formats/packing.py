@@ -4,13 +4,14 @@ Sixteen consecutive bytes hold thirty-two consecutive values along K:
 
     byte j of the run      low nibble = value j      high nibble = value j + 16        (j = 0 .. 15)
 
-Why this order. One 16-byte vector load gives a thread 32 neighbouring weights of one row, which is one whole quantization
-group of the smallest kind (32) and therefore has one scale. Masking the low or the high nibbles of a 32-bit word yields
-codes that are neighbours along K, so they unpack in pairs straight into two packed 16-bit numbers, and the activations that
-meet them are two contiguous runs of 16. K has to be a multiple of 32 and nothing more, so tails (2880, 1408, 704) need no
-special case. The usual order (value 2j in the low nibble, 2j + 1 in the high one) was rejected: there the two halves of a
-byte meet neighbouring activations, and unpacking has to interleave registers. Longer runs were rejected because they would
-tie the bytes to one tile width.
+Why this order. One 16-byte vector load gives a thread 32 neighbouring weights of one row, which is one whole
+quantization group of the smallest kind (32) and therefore has one scale. Masking the low or the high nibbles
+of a 32-bit word yields codes that are neighbours along K, so they unpack in pairs straight into two packed
+16-bit numbers, and the activations that meet them are two contiguous runs of 16. K has to be a multiple of 32
+and nothing more, so tails (2880, 1408, 704) need no special case. The usual order (value 2j in the low
+nibble, 2j + 1 in the high one) was rejected: there the two halves of a byte meet neighbouring activations,
+and unpacking has to interleave registers. Longer runs were rejected because they would tie the bytes to one
+tile width.
 """
 
 from __future__ import annotations

@@ -70,6 +70,10 @@ class ExpertStore(Protocol):
         """What never reached `sink`, e.g. "expert 3: down"; empty when the layer can be served."""
         ...
 
+    def weight(self, name: str) -> torch.Tensor:
+        """What is stored for "gate_up" [E, 2F, D] or "down" [E, D, F], as float32: for reading and comparing."""
+        ...
+
     def place(self, routing: Routing) -> Iterable[Placement]:
         """Waves that together serve every route once whose id is not -1. Each is valid until the next is
         asked for.

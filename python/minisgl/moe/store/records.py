@@ -95,6 +95,10 @@ class ExpertRecords:
                 gaps += [f"expert {expert}: {leaf}" for expert in absent]
         return gaps
 
+    def weight(self, name: str) -> torch.Tensor:
+        """See `ExpertStore.weight`."""
+        return self.format.dequantize(name, self.parts)
+
     def _batch(self, expert: int | None, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
         """(first expert, tensor with a leading dim of experts)."""
         if expert is None:
