@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.eviction import EvictionConfig
+from minisgl.eviction import POLICIES, EvictionConfig
 
 
 def flag(default: Any, help: str, *, names: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
@@ -58,6 +58,37 @@ class CacheConfig:
     cache_type: str = flag(
         "radix", "prefix cache", names=("--cache", "--cache-type"), choices=("radix", "naive")
     )
+
+
+@dataclass(frozen=True)
+class PrefixEvictionConfig:
+    """Which cached prefixes to give up first when pages run out; see docs/eviction.md."""
+
+    cache_eviction_policy: str = flag(
+        "lru", f"{', '.join(POLICIES)}, or package.module:Class of your own (see docs/eviction.md)"
+    )
+    eviction_k: int = flag(2, "lru-k: which latest use counts")
+    eviction_half_life: float = flag(
+        600.0, "seconds after which a use counts half (frequency-decay, cost-aware)"
+    )
+    adaptive_experts: tuple[str, ...] = flag(
+        ("lru", "lfu", "cost-aware"), "policies that adaptive chooses among"
+    )
+    adaptive_learning_rate: float = flag(0.05, "how fast adaptive moves its weights")
+    adaptive_seed: int = flag(0, "seed of adaptive's draws")
+    eviction_ghost_capacity: int = flag(65536, "evicted pages that adaptive remembers")
+
+    def build(self) -> EvictionConfig:
+        """The same numbers as eviction.py names them; ValueError for what cannot work."""
+        return EvictionConfig(
+            policy=self.cache_eviction_policy,
+            k=self.eviction_k,
+            half_life=self.eviction_half_life,
+            experts=self.adaptive_experts,
+            learning_rate=self.adaptive_learning_rate,
+            seed=self.adaptive_seed,
+            ghost_capacity=self.eviction_ghost_capacity,
+        ).resolve()
 
 
 @dataclass(frozen=True)
@@ -110,11 +141,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything the engine and scheduler need to know. Build it with `from_kwargs` or from the command line."""
+    """Everything engine and scheduler need to know. Build it with `from_kwargs` or from the command line."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
-    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    eviction: PrefixEvictionConfig = field(default_factory=PrefixEvictionConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -166,7 +197,7 @@ class EngineConfig:
         threshold = self.kernel.moe_small_m_threshold
         if threshold != "auto" and not threshold.isdecimal():
             raise ValueError(f"--moe-small-m-threshold={threshold!r} must be auto or a whole number")
-        self.eviction.validate()
+        self.eviction.build()
 
 
 @dataclass(frozen=True)
@@ -176,6 +207,78 @@ class Decision:
     flag: str
     value: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `resolve` needs to know of the machine and the model.
+
+    has_cuda, has_bf16: whether a CUDA device is there and computes in bfloat16. checkpoint_dtype: "bfloat16" or the like.
+    context_length: positions the model serves.
+    """
+
+    has_cuda: bool
+    has_bf16: bool
+    checkpoint_dtype: str
+    context_length: int
+
+
+def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
+    """Replace every "auto" and missing value that can be known before loading; pure.
+
+    Raises ValueError with the remedy where a request cannot be met on this machine. Explicit values are never overruled.
+    """
+    config.validate()
+    model, kernel = config.model, config.kernel
+    decisions: list[Decision] = []
+
+    def decide(name: str, value: str, reason: str) -> str:
+        decisions.append(Decision(name, value, reason))
+        return value
+
+    device = model.device
+    if device == "auto":
+        reason = "a CUDA device is available" if facts.has_cuda else "no CUDA device is available"
+        device = decide("--device", "cuda" if facts.has_cuda else "cpu", reason)
+    elif device == "cuda" and not facts.has_cuda:
+        raise ValueError(
+            "--device cuda: PyTorch sees no CUDA device; use --device cpu, or check nvidia-smi and the driver"
+        )
+    on_cuda = device == "cuda"
+    dtype = model.dtype
+    if dtype == "auto" and not on_cuda:
+        dtype = decide("--dtype", "float32", "a CPU computes it fastest and exactly")
+    elif dtype == "auto":
+        dtype, reason = facts.checkpoint_dtype, "the checkpoint's own"
+        if dtype == "float32":
+            dtype, reason = (
+                "bfloat16",
+                "the checkpoint is float32, which halves the speed; --dtype float32 keeps it",
+            )
+        if dtype == "bfloat16" and not facts.has_bf16:
+            dtype, reason = "float16", "this GPU has no bfloat16"
+        decide("--dtype", dtype, reason)
+    elif dtype == "bfloat16" and on_cuda and not facts.has_bf16:
+        raise ValueError("--dtype bfloat16: this GPU does not compute in bfloat16; use --dtype float16")
+    attention, moe = kernel.attention_backend, kernel.moe_backend
+    if attention == "auto":
+        attention = decide(
+            "--attention-backend", "triton" if on_cuda else "sdpa", f"the fastest on {device} without extras"
+        )
+    if moe == "auto":
+        moe = decide("--moe-backend", "fused" if on_cuda else "torch", f"the fastest on {device}")
+    length = model.max_seq_len_override
+    if length is None:
+        length = facts.context_length
+        decide("--max-seq-len-override", str(length), "the model's own maximum")
+    return (
+        dataclasses.replace(
+            config,
+            model=dataclasses.replace(model, device=device, dtype=dtype, max_seq_len_override=length),
+            kernel=dataclasses.replace(kernel, attention_backend=attention, moe_backend=moe),
+        ),
+        decisions,
+    )
 
 
 def iter_flags(cls: type) -> list[tuple[str, dataclasses.Field[Any]]]:

@@ -36,7 +36,7 @@ def _whole(name: str, value: int, low: int, remedy: str) -> None:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the output must look like. text is a JSON schema, a regular expression or an EBNF grammar; unused for json_object."""
+    """What the output must look like. text: a JSON schema, regular expression or EBNF grammar; unused for json_object."""
 
     kind: Literal["json_object", "json_schema", "regex", "ebnf"]
     text: str = ""

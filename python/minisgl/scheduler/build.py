@@ -21,7 +21,7 @@ def build_scheduler(
 ) -> Scheduler:
     """eviction_policy: an object of the user's own with `score(entry, now)`, instead of the configured one."""
     config = engine.config
-    policy = make_policy(config.eviction, eviction_policy)
+    policy = make_policy(config.eviction.build(), eviction_policy)
     page_size = config.cache.page_size
     token_bytes = kv_bytes_per_token(engine.spec, engine.kv_pool.data.itemsize)
     cache = make_prefix_cache(config.cache.cache_type, page_size, policy, token_bytes)

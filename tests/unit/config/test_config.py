@@ -1,0 +1,85 @@
+"""Configuration: generated flags, validation at the edge, and what `resolve` decides."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from minisgl.config import EngineConfig, Facts, add_flags, flag_names, iter_flags, resolve
+
+CPU = Facts(has_cuda=False, has_bf16=False, checkpoint_dtype="bfloat16", context_length=4096)
+GPU = dataclasses.replace(CPU, has_cuda=True, has_bf16=True)
+
+
+def test_lineage_flags_exist() -> None:
+    names = {name for _, item in iter_flags(EngineConfig) for name in flag_names(item)}
+    for name in (
+        "--model --model-path --dtype --tp --tensor-parallel-size --max-running-requests --max-seq-len-override "
+        "--memory-ratio --max-prefill-length --num-pages --page-size --attention-backend --attn --cache --cache-type "
+        "--moe-backend --model-source --dummy-weight --cache-eviction-policy --moe-expert-quantization"
+    ).split():
+        assert name in names, name
+
+
+def test_flags_and_keywords_are_the_same_fields() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, [item for _, item in iter_flags(EngineConfig)], "engine")
+    line = (
+        "--model m --page-size 4 --memory-ratio 0.5 --dummy-weight --cache naive --adaptive-experts lru,lfu"
+    )
+    namespace = vars(parser.parse_args(line.split()))
+    assert set(namespace) == {
+        "model", "page_size", "memory_ratio", "dummy_weight", "cache_type", "adaptive_experts"
+    }  # fmt: skip
+    config = EngineConfig.from_kwargs(**namespace)
+    assert (config.model.model, config.cache.page_size, config.cache.memory_ratio) == ("m", 4, 0.5)
+    assert config.model.dummy_weight
+
+
+def test_resolve_returns_a_new_tree_and_reasons() -> None:
+    config = EngineConfig.from_kwargs(model="m")
+    done, decisions = resolve(config, CPU)
+    assert config.model.device == "auto", "the request itself is never changed"
+    assert (done.model.device, done.model.dtype, done.kernel.attention_backend) == ("cpu", "float32", "sdpa")
+    assert done.model.max_seq_len_override == 4096
+    assert {d.flag for d in decisions} >= {"--device", "--dtype", "--moe-backend"}
+    assert all(d.reason for d in decisions)
+    again, nothing = resolve(done, CPU)
+    assert (again, nothing) == (done, [])
+    done, _ = resolve(config, GPU)
+    assert (done.model.dtype, done.kernel.moe_backend) == ("bfloat16", "fused")
+    done, _ = resolve(config, dataclasses.replace(GPU, has_bf16=False))
+    assert done.model.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"page_size": 0}, "page-size"),
+        ({"num_pages": 1}, "num-pages"),
+        ({"memory_ratio": 1.5}, "memory-ratio"),
+        ({"max_running_requests": 0}, "max-running-requests"),
+        ({"max_prefill_length": 0}, "max-prefill-length"),
+        ({"cache_type": "tree"}, "radix"),
+        ({"dtype": "int8"}, "bfloat16"),
+        ({"tensor_parallel_size": 2}, "--tp 1"),
+        ({"moe_small_m_threshold": "x"}, "whole number"),
+        ({"max_seq_len_override": 1}, "max-seq-len-override"),
+        ({"pagesize": 4}, "page_size"),
+        ({"cache_eviction_policy": "mru"}, "lru"),
+    ],
+)
+def test_bad_options_name_the_flag_and_the_remedy(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EngineConfig.from_kwargs(model="m", **options)
+
+
+def test_what_the_machine_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="--device cpu"):
+        resolve(EngineConfig.from_kwargs(model="m", device="cuda"), CPU)
+    with pytest.raises(ValueError, match="float16"):
+        resolve(
+            EngineConfig.from_kwargs(model="m", dtype="bfloat16"), dataclasses.replace(GPU, has_bf16=False)
+        )
