@@ -7,7 +7,7 @@ say it later. Both give the same text however the stream is cut, which is what m
 to one that is not streamed.
 
 Tokens become *bytes* through a table and the bytes go through an incremental UTF-8 decoder: constant work a
-token. The other way, decoding a sliding window of ids again and again, costs ten times more and remains only
+token. The other way, decoding a sliding window of ids again and again, costs far more and remains only
 for tokenizers that are neither byte-level nor sentencepiece-like.
 """
 
@@ -36,6 +36,16 @@ def _byte_level_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_level_alphabet()
 
 
+def undecided_tail(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of text with which some marker starts, without being the whole marker."""
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(len(marker) > length and marker.startswith(tail) for marker in markers):
+            return length
+    return 0
+
+
 class StopMatcher:
     """Finds stop strings in a stream of text pieces, and never lets a part of one slip out.
 
@@ -61,7 +71,7 @@ class StopMatcher:
             end, _, self.matched = min(ends)
             self._held = ""
             return text[: end if self.include else end - len(self.matched)]
-        keep = len(text) - self._undecided(text)
+        keep = len(text) - undecided_tail(text, self.stops)
         self._held = text[keep:]
         return text[:keep]
 
@@ -69,15 +79,6 @@ class StopMatcher:
         """The text still held back, once it is certain that no more comes."""
         held, self._held = self._held, ""
         return held
-
-    def _undecided(self, text: str) -> int:
-        """Length of the longest end of text that some stop string starts with."""
-        longest = min(len(text), max(map(len, self.stops)) - 1)
-        for length in range(longest, 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self.stops):
-                return length
-        return 0
 
 
 class TokenTable:
@@ -225,15 +226,15 @@ class Tokenizer:
                 f"the tokenizer at {path!r} has no tokenizer.json; convert it with transformers first"
             )
         try:
-            # pyright: ignore[reportAttributeAccessIssue]
-            eos = GenerationConfig.from_pretrained(path).eos_token_id
+            eos = getattr(GenerationConfig.from_pretrained(path), "eos_token_id", None)
         except OSError:  # no generation_config.json: the tokenizer's own end token is all there is
             eos = None
         return cls(hf, [eos] if isinstance(eos, int) else eos or ())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with the begin token where the model wants one and add_special_tokens is set."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # the batch form without offsets is the one that holds the interpreter lock least
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids on their own."""
@@ -245,9 +246,7 @@ class Tokenizer:
         return Detokenizer(self.table, keep, at_start)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """One token alone, as log-probability listings show it: text (U+FFFD for part of a character) and
-        bytes.
-        """
+        """One token alone, for log-probability listings: text (U+FFFD for part of a character) and bytes."""
         data = self.table.token_bytes(token_id)
         return data.decode("utf-8", "replace"), data
 

@@ -1,0 +1,157 @@
+"""The engine process: a loop that feeds a scheduler from a socket and sends back what each step brought.
+
+One thread, nothing concurrent: between two steps all waiting commands are taken in, so a step never sees
+half an update.
+A request that the scheduler refuses is answered and forgotten; an error in a step is the end of the process,
+because device state is unknown after it, and the API process then tells every open request.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from typing import Any, Protocol
+
+from minisgl.core import FinishReason, Request, StepOutput
+from minisgl.server.ipc import (
+    Abort,
+    Add,
+    Addresses,
+    Beat,
+    Command,
+    EngineEnd,
+    EngineFacts,
+    ExpertMap,
+    Failed,
+    Outputs,
+    Ready,
+    Rejected,
+    Stop,
+)
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.5
+_IDLE_WAIT = 0.1  # seconds between looks at the parent process while there is no work
+
+
+class SchedulerLike(Protocol):
+    """What the loop needs of a scheduler; `minisgl.scheduler.scheduler.Scheduler` is the real one."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request. ValueError, with the remedy, if it can never run."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its last output says ABORT. Unknown ids are ignored."""
+        ...
+
+    def step(self) -> list[StepOutput]:
+        """Run one engine step; every request ends with exactly one output that has a finish reason."""
+        ...
+
+    def stats(self) -> Any:
+        """A dataclass of numbers; a field `experts` may hold an ExpertMap."""
+        ...
+
+
+EngineFactory = Callable[[], tuple[SchedulerLike, EngineFacts]]
+
+
+class EngineLoop:
+    """Commands in, steps, events out, until told to stop or the parent is gone."""
+
+    def __init__(
+        self, scheduler: SchedulerLike, end: EngineEnd, parent_alive: Callable[[], bool] = lambda: True
+    ):
+        self._scheduler = scheduler
+        self._end = end
+        self._parent_alive = parent_alive
+        self._last_beat = 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Loop until `Stop`, or until the parent process is gone. Errors of a step pass through."""
+        while not self._stopped:
+            working = self._scheduler.has_work
+            for command in self._end.receive(0.0 if working else _IDLE_WAIT):
+                self._apply(command)
+            if self._scheduler.has_work:
+                outputs = self._scheduler.step()
+                if outputs:
+                    self._end.send(Outputs(outputs))
+            self._beat()
+
+    def _apply(self, command: Command) -> None:
+        if isinstance(command, Stop):
+            self._stopped = True
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self._scheduler.abort(request_id)
+        elif isinstance(command, Add):
+            self._add(command.request)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except ValueError as error:
+            self._end.send(Rejected(request.request_id, str(error)))
+        except Exception as error:  # one odd request must not take the others down
+            logger.exception("request %s could not be added", request.request_id)
+            failed = StepOutput(request.request_id, None, finish_reason=FinishReason.ERROR, error=repr(error))
+            self._end.send(Outputs([failed]))
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_beat < BEAT_SECONDS:
+            return
+        self._last_beat = now
+        self._end.send(beat_of(self._scheduler.stats()))
+        self._stopped = self._stopped or not self._parent_alive()
+
+
+def beat_of(stats: Any) -> Beat:
+    """The numbers of a stats dataclass, nested ones joined with an underscore, and its expert map if it has
+    one.
+    """
+    experts = getattr(stats, "experts", None)
+    numbers: dict[str, float] = {}
+    _collect(
+        "", asdict(stats) if is_dataclass(stats) and not isinstance(stats, type) else dict(stats), numbers
+    )
+    return Beat(numbers, experts if isinstance(experts, ExpertMap) else None)
+
+
+def _collect(prefix: str, values: dict[str, Any], numbers: dict[str, float]) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _collect(f"{prefix}{name}_", value, numbers)
+        elif isinstance(value, (int, float)):
+            numbers[prefix + name] = float(value)
+
+
+def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
+    """Entry point of the process: build the scheduler, report readiness, loop. Exits with 1 on any failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    end = EngineEnd(addresses)
+    try:
+        scheduler, facts = factory()
+        end.send(Ready(facts))
+        EngineLoop(scheduler, end, parent.is_alive if parent else lambda: True).run()
+    except Exception as error:
+        logger.exception("the engine failed")
+        end.send(Failed(f"{type(error).__name__}: {error}"))
+        raise SystemExit(1) from error
+    finally:
+        end.close()

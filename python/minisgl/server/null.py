@@ -1,0 +1,222 @@
+"""A scheduler without a model: it says the prompt back, at a set rate, with every number made up by rule.
+
+It stands in for the real one where the server itself is under test or under measurement, and because its
+answer is known beforehand, a test can make a "model" say anything: reasoning, tool calls, broken JSON.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint, TokenLogprobs
+from minisgl.server.ipc import EngineFacts, ExpertMap
+
+PAGE_SIZE = 16  # tokens
+_LAYERS, _EXPERTS = 8, 32  # of the expert map shown by the live view
+
+
+@dataclass(frozen=True)
+class NullOptions:
+    """How the stand-in behaves.
+
+    step_seconds: time from one step to the next. load_seconds: time before it is ready. separator: token id
+    in the prompt after which nothing is said back. eos_token_id: ends each answer. fail_token: a prompt with
+    this token makes the step raise, which is how engine death is tested. preferred: tokens tried first under
+    a grammar, so that strings and lists get closed.
+    """
+
+    max_model_len: int = 4096
+    vocab_size: int = 512
+    num_pages: int = 16384
+    max_running: int = 256
+    step_seconds: float = 0.0
+    load_seconds: float = 0.0
+    separator: int | None = None
+    eos_token_id: int | None = None
+    fail_token: int | None = None
+    preferred: tuple[int, ...] = ()
+
+
+@dataclass
+class NullStats:
+    """The same names as the real scheduler's."""
+
+    num_running: int
+    num_waiting: int
+    pages_free: int
+    pages_evictable: int
+    pages_protected: int
+    pages_total: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    experts: ExpertMap
+
+
+@dataclass
+class _Running:
+    request: Request
+    reply: Sequence[int]
+    pages: int
+    constraint: TokenConstraint | None
+    tokens: list[int] = field(default_factory=list)
+
+
+class NullScheduler:
+    """Echoes each prompt, then repeats it from its start until the request's end."""
+
+    def __init__(
+        self, options: NullOptions, constraint_factory: Callable[[Grammar], TokenConstraint] | None = None
+    ):
+        self.options = options
+        self._constraint_factory = constraint_factory
+        self._waiting: deque[_Running] = deque()
+        self._running: dict[str, _Running] = {}
+        self._ended: list[StepOutput] = []
+        self._free_pages = options.num_pages
+        self._generated = self._prompt_tokens = 0
+        self._next_step = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything runs, waits, or was ended since the last step."""
+        return bool(self._running or self._waiting or self._ended)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. ValueError if the context or the pages can never hold it."""
+        length = len(request.prompt_ids)
+        if length >= self.options.max_model_len:
+            raise ValueError(
+                f"prompt of {length} tokens, context of {self.options.max_model_len}: shorten it"
+            )
+        grammar = request.params.grammar
+        constraint = None
+        if grammar is not None:
+            if self._constraint_factory is None:
+                raise ValueError("this engine was started without structured output")
+            constraint = self._constraint_factory(grammar)
+        pages = -(-self._longest(request) // PAGE_SIZE)
+        if pages > self.options.num_pages:
+            raise ValueError(f"the request needs {pages} pages of {self.options.num_pages}: lower max_tokens")
+        ids = list(request.prompt_ids)
+        if self.options.separator in ids:
+            ids = ids[: ids.index(self.options.separator)]
+        self._waiting.append(_Running(request, ids or [0], pages, constraint))
+
+    def abort(self, request_id: str) -> None:
+        """End a running or waiting request."""
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self._free_pages += running.pages
+        waiting = [w for w in self._waiting if w.request.request_id == request_id]
+        for entry in waiting:
+            self._waiting.remove(entry)
+        if running is not None or waiting:
+            self._ended.append(StepOutput(request_id, None, finish_reason=FinishReason.ABORT))
+
+    def step(self) -> list[StepOutput]:
+        """One token for each running request."""
+        self._pace()
+        self._admit()
+        outputs, self._ended = self._ended, []
+        for entry in list(self._running.values()):
+            if self.options.fail_token in entry.request.prompt_ids:
+                raise RuntimeError("made to fail by a token of the prompt")
+            outputs.append(self._advance(entry))
+        return outputs
+
+    def stats(self) -> NullStats:
+        """Counters, and an expert map that moves with the tokens."""
+        cells = range(_LAYERS * _EXPERTS)
+        heat = bytes((i * 37 + self._generated * (1 + i % 5)) % 256 for i in cells)
+        resident = bytes(int((i + self._generated // 64) % 4 == 0) for i in cells)
+        return NullStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            pages_free=self._free_pages,
+            pages_evictable=0,
+            pages_protected=self.options.num_pages - self._free_pages,
+            pages_total=self.options.num_pages,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=0,
+            generated_tokens=self._generated,
+            experts=ExpertMap(_LAYERS, _EXPERTS, heat, resident),
+        )
+
+    def _longest(self, request: Request) -> int:
+        room = self.options.max_model_len - len(request.prompt_ids)
+        return len(request.prompt_ids) + min(request.params.max_tokens or room, room)
+
+    def _pace(self) -> None:
+        now = time.perf_counter()
+        if self._next_step > now:
+            time.sleep(self._next_step - now)
+        self._next_step = max(now, self._next_step) + self.options.step_seconds
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.options.max_running:
+            entry = self._waiting[0]
+            if entry.pages > self._free_pages:
+                return
+            self._waiting.popleft()
+            self._free_pages -= entry.pages
+            self._prompt_tokens += len(entry.request.prompt_ids)
+            self._running[entry.request.request_id] = entry
+
+    def _advance(self, entry: _Running) -> StepOutput:
+        request, params = entry.request, entry.request.params
+        token = self._choose(entry)
+        entry.tokens.append(token)
+        self._generated += 1
+        reason = None
+        count = len(entry.tokens)
+        is_end = token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
+        if (is_end and count >= params.min_tokens) or (entry.constraint and entry.constraint.terminated):
+            reason = FinishReason.STOP
+        elif len(request.prompt_ids) + count >= self._longest(request):
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            del self._running[request.request_id]
+            self._free_pages += entry.pages
+        logprobs = None if params.logprobs is None else self._logprobs(token, params.logprobs)
+        return StepOutput(request.request_id, token, logprobs, reason)
+
+    def _choose(self, entry: _Running) -> int:
+        at = len(entry.tokens)
+        eos = self.options.eos_token_id
+        if eos is not None and at == len(entry.reply):
+            token = eos
+        else:
+            token = entry.reply[at % len(entry.reply)]
+        return token if entry.constraint is None else self._constrained(entry.constraint, token)
+
+    def _constrained(self, constraint: TokenConstraint, wish: int) -> int:
+        import torch  # only here, so that a server without grammars starts without it
+
+        words = torch.zeros(-(-self.options.vocab_size // 32), dtype=torch.int32)
+        constraint.fill_bitmask(words)
+        bits = [int(w) & 0xFFFFFFFF for w in words]
+        candidates = (wish, *self.options.preferred, *range(self.options.vocab_size))
+        token = next(t for t in candidates if bits[t // 32] >> (t % 32) & 1)
+        assert constraint.accept(token)
+        return token
+
+    def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
+        ranked = [((token + i) % self.options.vocab_size, -0.1 - i) for i in range(num_top)]
+        return TokenLogprobs(token, -0.1, tuple(ranked))
+
+
+@dataclass(frozen=True)
+class NullEngine:
+    """A picklable factory of the stand-in. grammar_tokenizer: folder of the tokenizer for structured output."""
+
+    options: NullOptions = NullOptions()
+
+    def __call__(self) -> tuple[NullScheduler, EngineFacts]:
+        """Build it, after the loading time asked for."""
+        time.sleep(self.options.load_seconds)
+        facts = EngineFacts(self.options.max_model_len, self.options.vocab_size, _LAYERS, _EXPERTS)
+        return NullScheduler(self.options), facts
