@@ -45,27 +45,29 @@ class Mxfp4Format(ExpertFormat):
         blocks = weight_NK.float().unflatten(-1, (-1, BLOCK))
         amax = blocks.abs().amax(dim=-1)
         require_finite(name, amax)
-        exponent = (
-            torch.frexp(amax).exponent - 1 - 2
-        )  # frexp has its mantissa in [0.5, 1); 2 is the exponent of 4 and 6
+        # frexp has its mantissa in [0.5, 1), so floor(log2) is one less; 2 is the exponent of the codes 4 and 6
+        exponent = torch.frexp(amax).exponent - 1 - 2
         exponent = exponent.where(amax > 0, 0).clamp(-SCALE_BIAS, SCALE_BIAS)
-        codes = _encode(torch.ldexp(blocks, -exponent[..., None]))
-        return {
-            name: pack_nibbles(codes.flatten(-2)),
-            f"{name}_scale": (exponent + SCALE_BIAS).to(torch.uint8),
-        }
+        codes = _encode(blocks * _power_of_two(-exponent)[..., None]).flatten(-2)
+        scale = (exponent + SCALE_BIAS).to(torch.uint8)
+        return {name: pack_nibbles(codes), f"{name}_scale": scale}
 
     def dequantize(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         scale = parts[f"{name}_scale"].int()
         table = torch.tensor(TABLE, dtype=torch.float32, device=scale.device)
         values = table[unpack_nibbles(parts[name]).int()].unflatten(-1, (scale.shape[-1], BLOCK))
-        values = torch.ldexp(values, scale[..., None] - SCALE_BIAS)
+        values = values * _power_of_two(scale - SCALE_BIAS)[..., None]
         return values.masked_fill((scale == 255)[..., None], torch.nan).flatten(-2)
 
 
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+
+
 def _encode(x: torch.Tensor) -> torch.Tensor:
-    """Nearest code of E2M1, ties to the even code, the sign in bit 3."""
-    bounds = torch.tensor(_MIDPOINTS, device=x.device)
-    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))  # these midpoints round up
-    codes = torch.bucketize(x.abs(), bounds)
-    return (codes + 8 * (x.signbit() & (codes > 0))).to(torch.uint8)
+    """Nearest code of E2M1, ties to the even code, the sign in bit 3. (torch.bucketize takes four times as long.)"""
+    magnitude, codes = x.abs(), torch.zeros_like(x, dtype=torch.uint8)
+    for code, midpoint in enumerate(_MIDPOINTS):  # between code and code + 1
+        codes += magnitude > midpoint if code % 2 == 0 else magnitude >= midpoint
+    negative = x.signbit() & (codes > 0)
+    return codes | (negative.to(torch.uint8) << 3)
