@@ -110,6 +110,9 @@ class KernelConfig:
         names=("--attention-backend", "--attn"),
         choices=("auto", "sdpa", "triton", "flashinfer"),
     )
+    cuda_graph_max_bs: int | None = flag(
+        None, "largest decode batch that runs as a CUDA graph; 0 for none, default: --max-running-requests"
+    )
     moe_backend: str = flag(
         "auto",
         "expert computation; auto is fused on CUDA, torch on a CPU",
@@ -187,6 +190,9 @@ class EngineConfig:
             raise ValueError(f"--num-pages={cache.num_pages} must be at least 2: page 0 is kept for padding")
         if not 0.0 < cache.memory_ratio <= 1.0:
             raise ValueError(f"--memory-ratio={cache.memory_ratio} must lie in (0, 1]")
+        graph_limit = self.kernel.cuda_graph_max_bs
+        if graph_limit is not None and graph_limit < 0:
+            raise ValueError(f"--cuda-graph-max-bs={graph_limit} must be 0 (no graphs) or more")
         override = self.model.max_seq_len_override
         if override is not None and override < 2:
             raise ValueError(f"--max-seq-len-override={override} must be at least 2")

@@ -34,8 +34,15 @@ class SampleResult:
     top_values_BN: torch.Tensor | None = None
     top_ids_BN: torch.Tensor | None = None
 
+    def to_host(self) -> SampleResult:
+        """Start copying to pinned host memory; valid once the stream has come this far. A CPU result is returned as it is."""
+        if self.tokens_B.device.type == "cpu":
+            return self
+        parts = (self.tokens_B, self.valid_B, self.own_B, self.top_values_BN, self.top_ids_BN)
+        return SampleResult(*(None if part is None else _pinned_copy(part) for part in parts))  # type: ignore[arg-type]
+
     def fetch(self, specs: Sequence[SampleSpec]) -> list[SampledToken]:
-        """Bring everything to the host (the step's one synchronisation) as one SampledToken a row."""
+        """A host result as one SampledToken a row."""
         tokens, valid = self.tokens_B.tolist(), self.valid_B.tolist()
         own = self.own_B.tolist() if self.own_B is not None else None
         values = self.top_values_BN.tolist() if self.top_values_BN is not None else None
@@ -50,6 +57,11 @@ class SampleResult:
             error = None if valid[i] else "the model produced no usable logits for this request"
             out.append(SampledToken(tokens[i], logprobs, error))
         return out
+
+
+def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> SampleResult:

@@ -1,0 +1,51 @@
+"""The first look: the bundled model writes, and shows which of its experts did the work."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minisgl.core import SamplingParams
+from minisgl.llm import LLM, timed_stream
+
+PROMPTS = (
+    "Once upon a time, there was a little fox who",
+    "The best way to learn something new is",
+)
+SHADES = " ░▒▓█"
+
+
+def run_demo(llm: LLM, console: Console, max_tokens: int = 96) -> None:
+    """Two completions, streamed; then speed, experts used per layer, and where to go from here."""
+    seconds, tokens = 0.0, 0
+    for seed, prompt in enumerate(PROMPTS):
+        console.print(f"\n[bold cyan]{prompt}[/]", end="", highlight=False)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=seed)
+        timing = timed_stream(llm, prompt, params, lambda piece: console.out(piece, end="", highlight=False))
+        console.print()
+        seconds, tokens = seconds + timing.total, tokens + timing.num_tokens
+    console.print(f"\n{tokens} tokens, {tokens / seconds:.1f} tokens/s on {llm.config.model.device}", highlight=False)
+    if llm.trace is not None and llm.trace.layers:
+        _print_experts(llm.trace.counts(), llm.trace.layers, console)
+    console.print(
+        "\nNext: [bold]python -m minisgl generate --model PATH \"your text\"[/] with a model of your own, or\n"
+        "      [bold]--moe-expert-quantization int8[/] to see the same model with 8-bit experts.",
+        highlight=False,
+    )
+
+
+def _print_experts(counts_LE: np.ndarray, layers: list[int], console: Console) -> None:
+    """A heat map, layers down and experts across: the darker, the more often chosen."""
+    num_experts = counts_LE.shape[1]
+    table = Table(title="Experts at work", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("layer", justify="right")
+    table.add_column("used", justify="right")
+    table.add_column(f"experts 0 to {num_experts - 1}")
+    for layer, counts_E in zip(layers, counts_LE):
+        peak = max(int(counts_E.max()), 1)
+        cells = "".join(SHADES[min(4, -(-4 * int(c) // peak))] for c in counts_E)
+        table.add_row(str(layer), f"{int((counts_E > 0).sum())}/{num_experts}", Text(cells, style="cyan"))
+    console.print()
+    console.print(table)

@@ -1,0 +1,236 @@
+"""The engine: only owner of device state (weights, KV pages, page table, workspace). Runs one step at a time.
+
+    chunks -> inputs -> decoder (eagerly, or a captured graph for decode) -> sampler -> tokens, on their way to the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache, make_attention
+from minisgl.config import EngineConfig, Facts, resolve
+from minisgl.engine.graphs import DecodeGraphs, graph_sizes
+from minisgl.engine.inputs import PageTable, step_arrays, to_device
+from minisgl.engine.memory import (
+    Ledger,
+    LedgerLine,
+    available_host_bytes,
+    pages_on_cpu,
+    pages_on_cuda,
+)
+from minisgl.engine.sampler import SampleResult, sample
+from minisgl.engine.step import Chunk, SampledToken, SampleSpec
+from minisgl.kvcache import KVPool, bytes_per_page
+from minisgl.models.decoder import Decoder, DecoderInput
+from minisgl.models.experts import resident_moe
+from minisgl.models.loader import fill_dummy_weights, load_weights
+from minisgl.models.spec import ModelSpec
+from minisgl.moe.trace import RoutingTrace
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step on its way. `wait` blocks until its tokens are on the host."""
+
+    specs: Sequence[SampleSpec]
+    result: SampleResult | None
+    done: torch.cuda.Event | None
+
+    def wait(self) -> list[SampledToken]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.result.fetch(self.specs) if self.result is not None else []
+
+
+def gather_facts(spec: ModelSpec) -> Facts:
+    """What this machine and this model are, for `config.resolve`."""
+    has_cuda = torch.cuda.is_available()
+    return Facts(
+        has_cuda=has_cuda,
+        has_bf16=has_cuda and torch.cuda.get_device_capability()[0] >= 8,
+        checkpoint_dtype=str(spec.dtype).removeprefix("torch."),
+        context_length=spec.context_length,
+    )
+
+
+class Engine:
+    """A model on a device. Build it with what the user asked for; `config` is what runs, `decisions` says why.
+
+    Raises ValueError, with the remedy, for anything that cannot work.
+    """
+
+    def __init__(self, requested: EngineConfig, folder: Path, record_routing: bool = False) -> None:
+        self.spec = ModelSpec.from_folder(folder)
+        self.config, self.decisions = resolve(requested, gather_facts(self.spec))
+        self.device = torch.device(self.config.model.device)
+        self.dtype = DTYPES[self.config.model.dtype]
+        assert self.config.model.max_seq_len_override is not None
+        self.max_seq_len = self.config.model.max_seq_len_override
+        self.vocab_size = self.spec.vocab_size
+        self.decoder = self._make_decoder()
+        if self.config.model.dummy_weight:
+            fill_dummy_weights(self.decoder, seed=0)
+        else:
+            load_weights(self.decoder, folder)
+        self.trace = self._watch_routing() if record_routing else None
+        rows = self.config.scheduler.max_running_requests
+        page_size = self.config.cache.page_size
+        self._table = PageTable(rows, self.max_seq_len, page_size, self.device)
+        self.kv_pool = self._make_pool(self._num_pages())
+        self._caches = self._layer_caches(self.kv_pool)
+        self._graphs = self._make_graphs()
+
+    # --- construction --------------------------------------------------------------------------------------------
+
+    def _make_decoder(self) -> Decoder:
+        kernel = self.config.kernel
+
+        def attention(problem: AttentionProblem) -> AttentionBackend:
+            return make_attention(kernel.attention_backend, problem, self.device)
+
+        moe_factory = None
+        if self.spec.moe is not None:
+            moe_factory = resident_moe(
+                self.spec,
+                backend=kernel.moe_backend,
+                weight_format=kernel.moe_expert_quantization,
+                device=self.device,
+                dtype=self.dtype,
+            )
+        return Decoder(
+            self.spec,
+            attention,
+            page_size=self.config.cache.page_size,
+            device=self.device,
+            dtype=self.dtype,
+            moe_factory=moe_factory,
+        )
+
+    def _watch_routing(self) -> RoutingTrace | None:
+        moe = self.spec.moe
+        if moe is None:
+            return None
+        trace = RoutingTrace(moe.num_experts, moe.rule.top_k)
+        for index, layer in self.decoder.moe_layers().items():
+            layer.backend = trace.watch(index, layer.backend)
+        return trace
+
+    def _make_pool(self, num_pages: int) -> KVPool:
+        spec = self.spec
+        return KVPool(
+            spec.num_layers,
+            num_pages,
+            self.config.cache.page_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self.dtype,
+            self.device,
+        )
+
+    def _layer_caches(self, pool: KVPool) -> list[LayerCache]:
+        return [LayerCache(*pool.layer(i)) for i in range(self.spec.num_layers)]
+
+    def _num_pages(self) -> int:
+        """KV pages: the user's number, or what memory leaves."""
+        cache, spec = self.config.cache, self.spec
+        if cache.num_pages is not None:
+            return cache.num_pages
+        page_bytes = bytes_per_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache.page_size, self.dtype)
+        if self.device.type == "cpu":
+            return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, available_host_bytes())
+        self._run_largest_step()
+        return pages_on_cuda(self.device, cache.memory_ratio, page_bytes)
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """One prompt of the largest step on the dummy page: its peak memory is what the KV pool must leave free."""
+        num_tokens = min(self.config.scheduler.max_prefill_length, self.max_seq_len)
+        page_size = self.config.cache.page_size
+        caches = self._layer_caches(self._make_pool(2))
+        positions_T = torch.arange(num_tokens, device=self.device)
+        batch = AttentionBatch(
+            cu_q_B1=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
+            kv_lens_B=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
+            page_table_BP=torch.zeros((1, -(-num_tokens // page_size)), dtype=torch.int32, device=self.device),
+            write_slots_T=positions_T % page_size,
+            max_q_len=num_tokens,
+            max_kv_len=num_tokens,
+        )
+        ids_T = positions_T % self.vocab_size
+        step = DecoderInput(ids_T, positions_T, batch, self.decoder.plan(batch), positions_T[-1:])
+        self.decoder(step, caches)
+        # The sampler's temporaries for a full batch, in float64 (its noise), are part of the peak.
+        torch.empty(
+            (self.config.scheduler.max_running_requests, self.vocab_size), dtype=torch.float64, device=self.device
+        )
+        torch.cuda.synchronize(self.device)
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        limit = self.config.kernel.cuda_graph_max_bs
+        if self.device.type != "cuda" or limit == 0:
+            return None
+        limit = self.config.scheduler.max_running_requests if limit is None else limit
+        stores = [layer.store for layer in self.decoder.moe_layers().values()]
+        backends = [*self.decoder.backends.values(), *(m.backend for m in self.decoder.moe_layers().values())]
+        sizes = [
+            size
+            for size in graph_sizes(min(limit, self.config.scheduler.max_running_requests))
+            if all(store.graph_safe(size) for store in stores) and all(b.graph_safe for b in backends)
+        ]
+        if not sizes:
+            return None
+        return DecodeGraphs(self.decoder, self._caches, self._table, sizes, self.max_seq_len)
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, chunks: Sequence[Chunk]) -> LaunchedStep:
+        """Run one step: returns while the device still computes. The chunks' rows are distinct."""
+        self._table.update(chunks)
+        arrays = step_arrays(chunks)
+        logits_NV = self._graphs.run(arrays) if self._graphs is not None else None
+        if logits_NV is None:
+            tensors = to_device(arrays.parts(), self.device)
+            ids_T, positions_T, rows_T, *_, logit_rows_N = tensors
+            batch = self._table.batch(arrays, tensors)
+            tokens_T = self._table.tokens(ids_T, rows_T)
+            step = DecoderInput(tokens_T, positions_T, batch, self.decoder.plan(batch), logit_rows_N)
+            logits_NV = self.decoder(step, self._caches)
+        specs = [c.sample for c in chunks if c.sample is not None]
+        if not specs:
+            return LaunchedStep(specs, None, self._mark())
+        result = sample(logits_NV, specs)
+        (rows_N,) = to_device([np.array([c.row for c in chunks if c.sample is not None])], self.device)
+        self._table.last_R.index_copy_(0, rows_N, result.tokens_B)
+        return LaunchedStep(specs, result.to_host(), self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def ledger(self) -> Ledger:
+        """Everything that was allocated for good."""
+        where = "device" if self.device.type == "cuda" else "host"
+        moe_layers = self.decoder.moe_layers().values()
+        dense = sum(p.numel() * p.itemsize for p in self.decoder.parameters())
+        experts = [layer.store.bytes() for layer in moe_layers]
+        table = self._table
+        lines = [
+            LedgerLine("dense weights", dense, where),
+            LedgerLine("experts", sum(e.device for e in experts), where),
+            LedgerLine("experts on the host", sum(e.pinned + e.host for e in experts), "host"),
+            LedgerLine("KV pages", self.kv_pool.num_bytes, where),
+            LedgerLine("page table", table.pages_RP.nbytes + table.last_R.nbytes, where),
+            LedgerLine("CUDA graphs", self._graphs.num_bytes if self._graphs else 0, where),
+        ]
+        return Ledger(tuple(line for line in lines if line.num_bytes))
