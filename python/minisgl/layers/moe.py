@@ -7,8 +7,7 @@ For one token x, the K experts chosen for it and their weights w:
 
     y = sum over k of  w_k * down_k(act(gate_k x) * up_k x)
 
-`MoELayer.forward` is that sentence in five steps. Each step is an axis that can be exchanged without the
-others knowing:
+`MoELayer.forward` is that sentence, step by step. Each axis can be exchanged without the others knowing:
 
     router + rule   which experts, with which weights          moe/base.py
     exchange        on which GPU a token meets its expert      moe/exchange.py
@@ -25,7 +24,7 @@ from torch import nn
 
 from minisgl.moe.backend import MoeBackend
 from minisgl.moe.base import Activation, ExpertShape, Problem, RoutingRule
-from minisgl.moe.exchange import Dispatched, Exchange, Local
+from minisgl.moe.exchange import Exchange, Local
 from minisgl.moe.formats import get_format
 from minisgl.moe.store import ExpertStore, ResidentStore
 
@@ -65,9 +64,7 @@ class Router(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert that every token uses, beside the chosen ones; with `gate`, scaled by sigmoid(gate x)
-    (Qwen2-MoE).
-    """
+    """An expert that every token uses, beside the chosen ones; if gated, scaled by sigmoid(gate x) (Qwen2-MoE)."""
 
     def __init__(
         self,
@@ -101,8 +98,7 @@ class MoELayer(nn.Module):
         activation: Activation = "silu",
         shared: nn.Module | None = None,
     ) -> None:
-        """exchange: None means that this rank holds every expert. shared: added for every token, e.g.
-        SharedExpert.
+        """exchange: None means that this rank holds every expert. shared: added for every token.
 
         Raises ValueError if the parts don't fit together or the backend can't compute the store's format.
         """
@@ -121,19 +117,14 @@ class MoELayer(nn.Module):
             raise ValueError(f"the {backend.name} backend can't serve this layer: {reason}")
 
     def forward(self, x_TD: torch.Tensor, num_valid: torch.Tensor | None = None) -> torch.Tensor:
-        """y [T, D]. num_valid int32 [1]: rows from this number on are padding (of a CUDA graph) and use no
-        expert.
-        """
+        """y [T, D]. num_valid int32 [1]: rows from this number on are padding of a CUDA graph, and use no expert."""
         routing = self.backend.route(self.router(x_TD), self.router.rule, self.router.choice_bias, num_valid)
         sent = self.exchange.dispatch(x_TD, routing)
-        y_TD = self.exchange.combine(self._experts(sent), sent)
-        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
-
-    def _experts(self, sent: Dispatched) -> torch.Tensor:
-        step = self.backend.begin(sent.x_RD, sent.routing, self._problem(sent.x_RD.shape[0], sent.x_RD.dtype))
+        step = self.backend.begin(sent.x_RD, sent.routing, self._problem(sent.x_RD.shape[0], x_TD.dtype))
         for placement in self.store.place(sent.routing):
             step.run(placement)
-        return step.finish()
+        y_TD = self.exchange.combine(step.finish(), sent)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
     def _problem(self, num_tokens: int, dtype: torch.dtype) -> Problem:
         return Problem(

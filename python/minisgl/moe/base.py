@@ -62,8 +62,7 @@ class RoutingRule:
 
 @dataclass(frozen=True)
 class Routing:
-    """Chosen experts: ids_TK int32 [T, K] (-1: no expert, contributes exactly zero), weights_TK float32 [T,
-    K]."""
+    """Chosen experts: ids_TK int32 [T, K] (-1: no expert, adds exactly zero), weights_TK float32 [T, K]."""
 
     ids_TK: torch.Tensor
     weights_TK: torch.Tensor
@@ -90,8 +89,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where every part of one expert lies inside its record of `nbytes` contiguous bytes (a multiple of
-    256)."""
+    """Where every part of one expert lies inside its record of `nbytes` bytes (a multiple of 256)."""
 
     parts: tuple[Part, ...]
     nbytes: int
@@ -100,6 +98,7 @@ class RecordLayout:
         """Typed views [S, *part.shape] into records_SB uint8 [S, nbytes]; no copy is made."""
         assert records_SB.dtype == torch.uint8
         assert records_SB.shape[1] == self.nbytes
+        assert records_SB.is_contiguous()
         flat, out = records_SB.reshape(-1), {}
         for part in self.parts:
             size = part.dtype.itemsize
@@ -138,8 +137,7 @@ class Slab:
 
     @staticmethod
     def of_tensors(format: str, shape: ExpertShape, parts: Mapping[str, torch.Tensor]) -> Slab:
-        """A slab over tensors that live apart, e.g. plain gate_up [E, 2F, D] and down [E, D, F]; no copy is
-        made.
+        """A slab over tensors that live apart, e.g. plain gate_up [E, 2F, D] and down [E, D, F], without a copy.
 
         Its records are empty (nbytes 0): it can be multiplied with, not moved as records.
         """
@@ -150,8 +148,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Placement:
-    """One wave: for each route the slot of `slab` that holds its expert, or -1. Valid until the next wave is
-    asked for."""
+    """One wave: for each route the slot of `slab` that holds its expert, or -1. Valid until the next is asked for."""
 
     slab: Slab
     slots_TK: torch.Tensor

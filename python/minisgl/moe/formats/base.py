@@ -30,14 +30,13 @@ class ExpertFormat(ABC):
 
     name: str
     tolerance: float
-    """Largest relative error (Frobenius norm) of a layer output against float64 on *dequantized* weights,
-    bf16 activations."""
+    """Largest relative error (Frobenius norm) of a layer's output against float64 on *dequantized* weights,
+    with bf16 activations (fp16 and fp32: with activations in that dtype)."""
     group_size: int = 0
     """Weights along K that share a scale; 0 where a scale covers a whole row or none exists."""
 
     def check(self, shape: ExpertShape) -> str | None:
-        """Why this format cannot store experts of this shape, with the nearest thing that works; None if it
-        can."""
+        """Why this format can't store experts of this shape, and the nearest thing that works; None if it can."""
         return None
 
     @abstractmethod
@@ -56,8 +55,7 @@ class ExpertFormat(ABC):
 
     @abstractmethod
     def dequantize(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The float32 weight [..., N, K] that the stored parts mean. All it needs to know is in names, shapes
-        and dtypes."""
+        """The float32 weight [..., N, K] that the parts mean; names, shapes and dtypes say all it needs."""
 
     def layout(self, shape: ExpertShape) -> RecordLayout:
         """Places of all parts inside one record. Raises ValueError if `check` has a reason not to."""
@@ -82,8 +80,7 @@ class ExpertFormat(ABC):
 
 
 def pack_layout(parts: list[PartSpec]) -> RecordLayout:
-    """Lay parts one after the other, each on a PART_ALIGNMENT boundary; the record ends on
-    RECORD_ALIGNMENT."""
+    """Lay parts one after the other, each on a PART_ALIGNMENT boundary; the record ends on RECORD_ALIGNMENT."""
     placed, offset = [], 0
     for name, shape, dtype in parts:
         placed.append(Part(name, shape, dtype, offset))

@@ -1,5 +1,4 @@
-"""Weights as they are: bfloat16, float16 or float32, no scale. The default, named after the dtype it
-stores."""
+"""Weights as they are: bfloat16, float16 or float32, without scales. The default, named after its dtype."""
 
 from __future__ import annotations
 
