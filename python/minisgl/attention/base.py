@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from minisgl.attention.store import store_kv
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -101,9 +103,7 @@ class LayerCache:
 
     def write(self, k_TGC: torch.Tensor, v_TGC: torch.Tensor, write_slots_T: torch.Tensor) -> None:
         """Store this step's keys and values at their slots. In place; capturable."""
-        num_pages, page_size, *tail = self.k_PSGC.shape
-        self.k_PSGC.view(num_pages * page_size, *tail).index_copy_(0, write_slots_T, k_TGC)
-        self.v_PSGC.view(num_pages * page_size, *tail).index_copy_(0, write_slots_T, v_TGC)
+        store_kv(self.k_PSGC, self.v_PSGC, k_TGC, v_TGC, write_slots_T)
 
 
 class AttentionBackend(Protocol):

@@ -1,0 +1,398 @@
+"""Triton kernels of attention over a paged cache: extend (prefill with or without a prefix), split decode, cache store.
+
+All three attention kernels keep the statistics of the softmax in base 2 and fp32: m is the running maximum of the logits times
+log2(e), l the running sum of exp2(logit - m), acc the running sum of exp2(logit - m) * v. Masked logits are -inf while m starts
+at a finite -1e30, so a block that is masked as a whole adds exactly zero instead of NaN.
+
+The query heads of one key/value head share its tiles: rows of a tile are (token, head of the group) pairs, token-major. So a
+decode tile holds a whole group, and a prefill tile of 128 rows at group size 8 crosses the causal diagonal with 16 tokens only.
+
+Launch grids are fixed by shapes and upper bounds; which request a program serves is worked out on the device from the lengths.
+That keeps a captured graph valid for any content, and spares a mixed batch the empty programs of a (longest x batch) grid.
+
+    extend   tiles of all requests end to end; later (longer) tiles of a request first
+    decode   chunks of keys of all requests end to end, about equally long, so that one long request does not lag behind;
+             partial results are scaled by their own l, and `combine` weighs them with exp2(lse)
+
+Integers that count tokens fit 32 bits; offsets into the cache are 64-bit, since a pool passes 2^31 elements easily.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+LONG_CHUNK = 512  # keys after which a chunk's fixed cost (first loads, partial result) stops to matter
+_LONG_CHUNK = tl.constexpr(LONG_CHUNK)
+_LOG2E = tl.constexpr(LOG2E)
+_LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _first_key(kv_len, q_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Oldest key that the oldest of the new rows sees, rounded down to a block."""
+    if WINDOW > 0:
+        oldest = tl.maximum(kv_len - q_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        oldest = kv_len * 0
+    return oldest
+
+
+@triton.jit
+def _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B: tl.constexpr):
+    """q_len and kv_len of every request; zeros behind the last one."""
+    b = tl.arange(0, BLOCK_B)
+    inside = b < num_requests
+    starts = tl.load(cu_q_ptr + b, mask=inside, other=0)
+    ends = tl.load(cu_q_ptr + b + 1, mask=inside, other=0)
+    return ends - starts, tl.load(kv_lens_ptr + b, mask=inside, other=0)
+
+
+@triton.jit
+def _pages(table_ptr, n, hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page of each key n .. n + BLOCK_N, or one scalar where a block cannot straddle pages. Keys from hi on read nothing."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(table_ptr + n // PAGE_SIZE, mask=n < hi, other=0)
+    else:
+        keys = n + tl.arange(0, BLOCK_N)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=keys < hi, other=0)
+    return pages
+
+
+@triton.jit
+def _rows(pages, n, stride_page, stride_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """64-bit offset of each key's row in the cache."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        in_page = n % PAGE_SIZE + tl.arange(0, BLOCK_N)
+    else:
+        in_page = (n + tl.arange(0, BLOCK_N)) % PAGE_SIZE
+    return pages.to(tl.int64) * stride_page + in_page * stride_row
+
+
+@triton.jit
+def _logits(q, k, scale_log2, SOFT_CAP: tl.constexpr):
+    """q.k * scale * log2(e), capped. tanh(x) = 1 - 2 / (exp(2x) + 1) saturates cleanly at both ends."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if SOFT_CAP > 0.0:
+        s = SOFT_CAP * _LOG2E * (1.0 - 2.0 / (tl.exp2(s * (2.0 / SOFT_CAP)) + 1.0))
+    return s
+
+
+@triton.jit
+def _accumulate(acc, m, l, s, v):
+    """One step of the online softmax with logits s [rows, keys] and values v [keys, C]."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - m_new[:, None])
+    shrink = tl.exp2(m - m_new)
+    l = l * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, m_new, l
+
+
+@triton.jit
+def _split(q_lens, kv_lens, wave, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Chunk length and number of chunks of each request with a single new row.
+
+    wave chunks fill the device once. Few keys: one wave, as short as a block. Many keys: four waves, which even out ragged
+    lengths. In between chunks of LONG_CHUNK. `triton_paged.max_chunks` bounds the result on the host. Depends on the lengths
+    only, not on padding requests, so that a graph and an eager run give the same bits.
+    """
+    spans = tl.where(q_lens == 1, kv_lens - _first_key(kv_lens, 1, WINDOW, BLOCK_N), 0)
+    total = tl.sum(spans, 0)
+    target = tl.maximum(tl.minimum(tl.cdiv(total, wave), _LONG_CHUNK), tl.cdiv(total, 4 * wave))
+    even = tl.cdiv(spans, tl.maximum(tl.cdiv(spans, tl.maximum(target, BLOCK_N)), 1))
+    lengths = tl.cdiv(even, BLOCK_N) * BLOCK_N
+    return lengths, tl.cdiv(spans, tl.maximum(lengths, 1))
+
+
+@triton.jit(do_not_specialize=["num_requests", "wave", "stride_table"])
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    part_ptr,  # out fp32 [chunks, H, C]: attention over one chunk
+    lse_ptr,  # out fp32 [chunks, H]: log2 of its softmax denominator
+    first_chunk_ptr,  # out int32 [B]
+    num_chunks_ptr,  # out int32 [B]
+    cu_q_ptr,
+    kv_lens_ptr,
+    table_ptr,
+    num_requests,
+    wave,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_page,
+    stride_row,
+    stride_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # 0.0: none
+    BLOCK_B: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One new row a request over one chunk of its keys, for the heads of one group. Grid (G, max_chunks)."""
+    g, chunk = tl.program_id(0), tl.program_id(1)
+    q_lens, kv_lens = _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B)
+    lengths, counts = _split(q_lens, kv_lens, wave, WINDOW, BLOCK_N)
+    ends = tl.cumsum(counts, 0)
+    requests = tl.arange(0, BLOCK_B)
+    if (g == 0) & (chunk == 0):  # for `combine`, which would have to repeat all of the above
+        tl.store(first_chunk_ptr + requests, ends - counts, mask=requests < num_requests)
+        tl.store(num_chunks_ptr + requests, counts, mask=requests < num_requests)
+    b = tl.sum((ends <= chunk).to(tl.int32), 0)
+    if b >= num_requests:
+        return
+    length = tl.sum(tl.where(requests == b, lengths, 0), 0)
+    skipped = tl.sum(tl.where(requests < b, counts, 0), 0)
+
+    kv_len = tl.load(kv_lens_ptr + b)
+    row = tl.load(cu_q_ptr + b).to(tl.int64)
+    lo = tl.multiple_of(_first_key(kv_len, 1, WINDOW, BLOCK_N) + (chunk - skipped) * length, BLOCK_N)
+    hi = tl.minimum(lo + length, kv_len)
+    table_ptr += b.to(tl.int64) * stride_table
+    h, c = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
+    heads_inside = (h < GROUP)[:, None] & (c < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + row * stride_q_row + (g * GROUP + h)[:, None] * stride_q_head + c[None, :]
+    q = tl.load(q_ptrs, mask=heads_inside, other=0.0)
+
+    k_ptr += g * stride_head
+    v_ptr += g * stride_head
+    m = tl.full([BLOCK_H], _LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+    pages = _pages(table_ptr, lo, hi, PAGE_SIZE, BLOCK_N)
+    for n in range(lo, hi, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        offsets = _rows(pages, n, stride_page, stride_row, PAGE_SIZE, BLOCK_N)[:, None] + c[None, :]
+        # The next block's pages are fetched one step early: the loads of k and v need not wait for their addresses.
+        pages = _pages(table_ptr, n + BLOCK_N, hi, PAGE_SIZE, BLOCK_N)
+        inside = (keys < hi)[:, None] & (c < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
+        s = _logits(q, k, scale_log2, SOFT_CAP)
+        visible = keys < hi
+        if WINDOW > 0:
+            visible = visible & (keys >= kv_len - WINDOW)
+        s = tl.where(visible[None, :], s, float("-inf"))
+        v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
+        acc, m, l = _accumulate(acc, m, l, s, v)
+
+    head = chunk.to(tl.int64) * (tl.num_programs(0) * GROUP) + g * GROUP + h
+    tl.store(lse_ptr + head, m + tl.log2(l), mask=h < GROUP)
+    tl.store(part_ptr + head[:, None] * HEAD_DIM + c[None, :], acc / l[:, None], mask=heads_inside)
+
+
+@triton.jit
+def combine_kernel(
+    out_ptr,  # [T, H, C]
+    part_ptr,
+    lse_ptr,
+    first_chunk_ptr,
+    num_chunks_ptr,
+    cu_q_ptr,
+    sinks_ptr,
+    HEAD_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Weigh the chunks of one request and head, and the sink. No chunks (padding) give zeros. Grid (B, H)."""
+    b, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(cu_q_ptr + b).to(tl.int64)
+    if tl.load(cu_q_ptr + b + 1) != row + 1:
+        return
+    first, count = tl.load(first_chunk_ptr + b), tl.load(num_chunks_ptr + b)
+    m = tl.full([1], _LOWEST, tl.float32)
+    l = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        m = m * 0.0 + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        l += 1.0
+    acc = tl.zeros([BLOCK_C], tl.float32)
+    c = tl.arange(0, BLOCK_C)
+    for s in range(0, count, BLOCK_S):
+        chunks = s + tl.arange(0, BLOCK_S)
+        index = (first + chunks).to(tl.int64) * num_heads + head
+        lse = tl.load(lse_ptr + index, mask=chunks < count, other=float("-inf"))
+        inside = (chunks < count)[:, None] & (c < HEAD_DIM)[None, :]
+        part = tl.load(part_ptr + index[:, None] * HEAD_DIM + c[None, :], mask=inside, other=0.0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        weights = tl.exp2(lse - m_new)
+        shrink = tl.exp2(m - m_new)
+        l = l * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(part * weights[:, None], 0)
+        m = m_new
+    acc = acc / tl.where(l == 0.0, 1.0, l)
+    out_ptrs = out_ptr + (row * num_heads + head) * HEAD_DIM + c
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=c < HEAD_DIM)
+
+
+@triton.jit
+def _extend_blocks(
+    acc,
+    m,
+    l,
+    q,
+    lo,
+    hi,
+    kv_len,
+    positions,  # of each row in its request
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    scale_log2,
+    stride_page,
+    stride_row,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Blocks of keys lo .. hi for one tile of rows. Without MASKED every row sees every key of them."""
+    c = tl.arange(0, BLOCK_C)
+    pages = _pages(table_ptr, lo, kv_len, PAGE_SIZE, BLOCK_N)
+    for n in range(lo, hi, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        offsets = _rows(pages, n, stride_page, stride_row, PAGE_SIZE, BLOCK_N)[:, None] + c[None, :]
+        pages = _pages(table_ptr, n + BLOCK_N, kv_len, PAGE_SIZE, BLOCK_N)
+        inside = (c < HEAD_DIM)[None, :]
+        if MASKED:
+            inside = inside & (keys < kv_len)[:, None]
+        k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
+        s = _logits(q, k, scale_log2, SOFT_CAP)
+        if MASKED:
+            visible = keys[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+            s = tl.where(visible, s, float("-inf"))
+        v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
+        acc, m, l = _accumulate(acc, m, l, s, v)
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["num_requests", "stride_table"])
+def extend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,  # [T, H, C]
+    sinks_ptr,
+    cu_q_ptr,
+    kv_lens_ptr,
+    table_ptr,
+    num_requests,
+    scale_log2,
+    stride_q_row,
+    stride_q_head,
+    stride_page,
+    stride_row,
+    stride_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr,  # requests with one row are left to decode_kernel
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of BLOCK_M (token, head) rows of one request and group over all keys they see. Grid (G, max_tiles)."""
+    g, tile = tl.program_id(0), tl.program_id(1)
+    q_lens, _ = _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B)
+    if SKIP_SINGLE:
+        q_lens = tl.where(q_lens == 1, 0, q_lens)
+    counts = tl.cdiv(q_lens * GROUP, BLOCK_M)
+    b = tl.sum((tl.cumsum(counts, 0) <= tile).to(tl.int32), 0)
+    if b >= num_requests:
+        return
+    requests = tl.arange(0, BLOCK_B)
+    tile = (
+        tl.sum(tl.where(requests <= b, counts, 0), 0) - 1 - tile
+    )  # the last tile has most keys: start it first
+
+    q_start = tl.load(cu_q_ptr + b)
+    q_len = tl.load(cu_q_ptr + b + 1) - q_start
+    kv_len = tl.load(kv_lens_ptr + b)
+    prefix = kv_len - q_len
+    r, c = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
+    token, head = r // GROUP, g * GROUP + r % GROUP
+    first = prefix + tile * BLOCK_M // GROUP
+    last = prefix + tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP, q_len - 1)
+    inside = (token < q_len)[:, None] & (c < HEAD_DIM)[None, :]
+    row = (q_start + token).to(tl.int64)
+    q_ptrs = q_ptr + (row * stride_q_row + head * stride_q_head)[:, None] + c[None, :]
+    q = tl.load(q_ptrs, mask=inside, other=0.0)
+
+    m = tl.full([BLOCK_M], _LOWEST, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        l += 1.0
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    table_ptr += b.to(tl.int64) * stride_table
+    k_ptr += g * stride_head
+    v_ptr += g * stride_head
+    # Keys [lo, hi) are seen by some row; blocks in [full_lo, full_hi) by all of them. A padding request (kv_len 0) has none.
+    hi = tl.maximum(tl.minimum(last + 1, kv_len), 0)
+    lo = _first_key(first + 1, 1, WINDOW, BLOCK_N)
+    full_lo = lo
+    if WINDOW > 0:
+        full_lo = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, hi)
+    full_hi = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, full_lo)
+    if WINDOW > 0:
+        acc, m, l = _extend_blocks(
+            acc, m, l, q, tl.multiple_of(lo, BLOCK_N), full_lo, kv_len, token + prefix, k_ptr, v_ptr, table_ptr, scale_log2,
+            stride_page, stride_row, True, HEAD_DIM, PAGE_SIZE, WINDOW, SOFT_CAP, BLOCK_C, BLOCK_N,
+        )  # fmt: skip
+    acc, m, l = _extend_blocks(
+        acc, m, l, q, full_lo, full_hi, kv_len, token + prefix, k_ptr, v_ptr, table_ptr, scale_log2,
+        stride_page, stride_row, False, HEAD_DIM, PAGE_SIZE, WINDOW, SOFT_CAP, BLOCK_C, BLOCK_N,
+    )  # fmt: skip
+    acc, m, l = _extend_blocks(
+        acc, m, l, q, full_hi, hi, kv_len, token + prefix, k_ptr, v_ptr, table_ptr, scale_log2,
+        stride_page, stride_row, True, HEAD_DIM, PAGE_SIZE, WINDOW, SOFT_CAP, BLOCK_C, BLOCK_N,
+    )  # fmt: skip
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    out_ptrs = out_ptr + ((row * (tl.num_programs(0) * GROUP) + head) * HEAD_DIM)[:, None] + c[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    stride_k_row,
+    stride_k_head,
+    stride_v_row,
+    stride_v_head,
+    stride_slot,
+    stride_head,
+    HEAD_DIM: tl.constexpr,
+    ROW: tl.constexpr,  # elements of a row: G * C
+    BLOCK: tl.constexpr,
+):
+    """Copy one token's keys and values to its slot of the cache. Grid (T,)."""
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    e = tl.arange(0, BLOCK)
+    head, c = e // HEAD_DIM, e % HEAD_DIM
+    k = tl.load(k_ptr + t * stride_k_row + head * stride_k_head + c, mask=e < ROW)
+    v = tl.load(v_ptr + t * stride_v_row + head * stride_v_head + c, mask=e < ROW)
+    to = slot * stride_slot + head * stride_head + c
+    tl.store(k_cache_ptr + to, k, mask=e < ROW)
+    tl.store(v_cache_ptr + to, v, mask=e < ROW)
