@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from minisgl.core import FinishReason, Request, StepOutput
@@ -125,9 +125,7 @@ def beat_of(stats: Any) -> Beat:
     """
     experts = getattr(stats, "experts", None)
     numbers: dict[str, float] = {}
-    _collect(
-        "", asdict(stats) if is_dataclass(stats) and not isinstance(stats, type) else dict(stats), numbers
-    )
+    _collect("", asdict(stats), numbers)
     return Beat(numbers, experts if isinstance(experts, ExpertMap) else None)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint, TokenLogprobs
 from minisgl.server.ipc import EngineFacts, ExpertMap
+from minisgl.server.structured import GrammarFactory
+from minisgl.text import Tokenizer
 
 PAGE_SIZE = 16  # tokens
 _LAYERS, _EXPERTS = 8, 32  # of the expert map shown by the live view
@@ -211,12 +213,60 @@ class NullScheduler:
 
 @dataclass(frozen=True)
 class NullEngine:
-    """A picklable factory of the stand-in. grammar_tokenizer: folder of the tokenizer for structured output."""
+    """A picklable factory of the stand-in. tokenizer_path: folder of `write_tokenizer`, for structured
+    output.
+    """
 
     options: NullOptions = NullOptions()
+    tokenizer_path: str | None = None
 
     def __call__(self) -> tuple[NullScheduler, EngineFacts]:
         """Build it, after the loading time asked for."""
         time.sleep(self.options.load_seconds)
         facts = EngineFacts(self.options.max_model_len, self.options.vocab_size, _LAYERS, _EXPERTS)
-        return NullScheduler(self.options), facts
+        return NullScheduler(self.options, self._constraint if self.tokenizer_path else None), facts
+
+    def _constraint(self, grammar: Grammar) -> TokenConstraint:
+        assert self.tokenizer_path is not None
+        factory = GrammarFactory(Tokenizer.load(self.tokenizer_path), self.options.vocab_size)
+        return factory(grammar)
+
+
+SPECIAL_TOKENS = ("<|end|>", "<|sep|>", "<|assistant|>")
+MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+# The answer is the last message; after <|sep|> stands what must not be said back.
+CHAT_TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('the system message must come first')
+}}{%- endif -%} {%- endfor -%} {{- messages[-1].content -}}<|sep|> {%- for m in messages[:-1] -%}{{ m.role
+}}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }} {% endfor -%} {{- tools | tojson if
+tools else '' -}}<|assistant|> {%- if enable_thinking is defined and not enable_thinking -%}<think>
+
+</think>
+
+{% elif open_thinking -%}<think>
+{% endif -%}"""
+
+
+def write_tokenizer(folder: str) -> NullOptions:
+    """Write a tokenizer with one token a byte, and a chat template; returns the options that fit it."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKER_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL_TOKENS[0])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    wanted = (backend.token_to_id(char) for char in '"}]0,:')
+    return NullOptions(
+        vocab_size=len(tokenizer),
+        separator=backend.token_to_id("<|sep|>"),
+        eos_token_id=backend.token_to_id("<|end|>"),
+        preferred=(backend.token_to_id("<|end|>"), *wanted),
+    )

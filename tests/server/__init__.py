@@ -1,0 +1,1 @@
+"""End-to-end tests of the server over HTTP, mostly against the stand-in engine that says prompts back."""
