@@ -1,0 +1,244 @@
+"""FusedMoeBackend: the MoE layer as Triton kernels on a workspace that is allocated once.
+
+    grouped   align -> gate_up with activation -> down -> reduce          any number of tokens
+    direct    gate_up with activation -> down, summed over k              decode
+    fp8 adds a quantization of the rows before each GEMM of the grouped kernels; the direct ones need none.
+
+Which of them, and with which tiles, `select` decides when a step begins, so that a step served in one wave
+and one served in many compute the same bits. Waves write the rows of their own routes; one reduce adds them
+up. When the placement is the routing itself (all experts resident, so surely one wave), the direct kernel adds
+up in registers, in the order and rounding of the reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+
+from minisgl.moe.backend import PlainForward
+from minisgl.moe.base import Placement, Problem, Routing, RoutingRule, apply_rule
+from minisgl.moe.kernels import launch
+from minisgl.moe.kernels.align import align_kernel
+from minisgl.moe.select import (
+    PACKED_FORMATS,
+    Choice,
+    DeviceLimits,
+    Record,
+    Threshold,
+    select,
+)
+from minisgl.moe.workspace import FP8_FORMATS, Buffers, Workspace, max_blocks, next_power_of_two
+
+NATIVE_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+KERNEL_FORMATS = (*NATIVE_FORMATS, *FP8_FORMATS, *PACKED_FORMATS, "int8")
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+class FusedMoeBackend(PlainForward):
+    """See the module. One instance an engine and device: it owns the workspace, and runs one step at a time.
+
+    small_m_threshold: up to how many tokens the direct kernels are forced (0: never); "auto" chooses.
+    workspace_cache: False allocates all intermediates anew at every step, for comparison.
+    records: measured choices of a problem, e.g. `autotune.Records.lookup`; None means heuristics only.
+    """
+
+    name = "fused"
+    graph_safe = True
+
+    def __init__(
+        self,
+        *,
+        small_m_threshold: Threshold = "auto",
+        workspace_cache: bool = True,
+        records: Callable[[Problem, DeviceLimits], Record | None] | None = None,
+    ) -> None:
+        self.small_m_threshold, self.workspace_cache, self.records = (
+            small_m_threshold,
+            workspace_cache,
+            records,
+        )
+        self._workspaces: dict[torch.device, Workspace] = {}
+        self._choices: dict[tuple[Problem, torch.device], Choice] = {}
+
+    def supports(self, problem: Problem, device: torch.device) -> str | None:
+        if device.type != "cuda" and not interpreting():
+            return f"Triton kernels need a CUDA device, not {device.type}: use --moe-backend torch, or set TRITON_INTERPRET=1"
+        if problem.dtype not in NATIVE_FORMATS.values():
+            return f"activations must be bfloat16, float16 or float32, not {problem.dtype}"
+        if interpreting() and (problem.dtype == torch.bfloat16 or problem.format == "bf16"):
+            return "Triton's interpreter computes bfloat16 wrongly: use float16 or float32"
+        if problem.format not in KERNEL_FORMATS:
+            return f"no kernel for experts stored as {problem.format}; there are {', '.join(KERNEL_FORMATS)}"
+        if problem.format in NATIVE_FORMATS and NATIVE_FORMATS[problem.format] != problem.dtype:
+            return f"experts stored as {problem.format} need activations of that dtype, not {problem.dtype}"
+        if device.type == "cuda" and problem.format in FP8_FORMATS:
+            major, minor = torch.cuda.get_device_capability(device)
+            if (major, minor) < (8, 9):
+                return f"fp8 needs compute capability 8.9, this device has {major}.{minor}: use int8"
+        if problem.format == "int4" and problem.group_size not in (0, 32, 64, 128):
+            return f"int4 groups of {problem.group_size} have no kernel: use 32, 64 or 128"
+        return None
+
+    def route(
+        self,
+        logits_TE: torch.Tensor,
+        rule: RoutingRule,
+        bias_E: torch.Tensor | None = None,
+        num_valid: torch.Tensor | None = None,
+    ) -> Routing:
+        """One launch; rules with groups, and more experts than one program can hold, go through the definition."""
+        num_experts = logits_TE.shape[-1]
+        on_device = logits_TE.is_cuda or (interpreting() and logits_TE.dtype != torch.bfloat16)
+        plain = rule.num_groups == 1 and num_experts <= 4096 and logits_TE.ndim == 2
+        if not (on_device and plain and 0 < rule.top_k <= num_experts and logits_TE.stride(-1) == 1):
+            return apply_rule(logits_TE, rule, bias_E, num_valid)
+        return launch.route(logits_TE, rule, bias_E, num_valid)
+
+    def begin(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> FusedStep:
+        choice = self.choose(problem, x_TD.device)
+        return FusedStep(x_TD, routing, problem, choice, self.workspace(x_TD.device).claim(problem))
+
+    def choose(self, problem: Problem, device: torch.device) -> Choice:
+        key = (problem, device)
+        if key not in self._choices:
+            limits = DeviceLimits.of(device)
+            record = self.records(problem, limits) if self.records else None
+            self._choices[key] = select(problem, limits, record, self.small_m_threshold)
+        return self._choices[key]
+
+    def workspace(self, device: torch.device) -> Workspace:
+        if device not in self._workspaces:
+            self._workspaces[device] = Workspace(device, self.workspace_cache)
+        return self._workspaces[device]
+
+
+class FusedStep:
+    """One layer call in flight; see `backend.MoeStep`."""
+
+    def __init__(
+        self, x_TD: torch.Tensor, routing: Routing, problem: Problem, choice: Choice, buffers: Buffers
+    ) -> None:
+        assert x_TD.shape == (problem.num_tokens, problem.shape.model_dim), "x_TD doesn't fit the problem"
+        self.x_TD = x_TD if x_TD.is_contiguous() else x_TD.contiguous()
+        self.routing, self.problem, self.choice, self.buffers = routing, problem, choice, buffers
+        self.num_routes = routing.ids_TK.numel()
+        self.weights_TK = routing.weights_TK.contiguous()
+        self.y_TD = torch.empty_like(self.x_TD)
+        self.num_waves, self.finished = 0, False
+        rows_dtype = torch.float32 if choice.kernel == "direct" else problem.dtype
+        self.rows_RD = buffers.rows_RD(self.num_routes, problem.shape.model_dim, rows_dtype)
+
+    def run(self, placement: Placement) -> None:
+        slots_TK = placement.slots_TK
+        assert not self.finished, "the step added up all its rows already"
+        assert slots_TK.numel() == self.num_routes
+        assert slots_TK.dtype == torch.int32, "slots must be int32"
+        if self.num_routes:
+            contiguous = Placement(placement.slab, slots_TK.contiguous())
+            run = self._run_direct if self.choice.kernel == "direct" else self._run_grouped
+            run(contiguous, only_wave=slots_TK is self.routing.ids_TK)
+        self.num_waves += 1
+
+    def _run_direct(self, placement: Placement, only_wave: bool) -> None:
+        problem, choice, buffers = self.problem, self.choice, self.buffers
+        launch.direct_gate_up(self.x_TD, placement, problem, choice.gate_up, self.num_waves == 0, buffers)
+        out = self.y_TD if only_wave else self.rows_RD
+        launch.direct_down(out, placement, self.weights_TK, problem, choice.down, buffers, only_wave)
+        self.finished = only_wave
+
+    def _run_grouped(self, placement: Placement, only_wave: bool) -> None:
+        problem, choice, buffers, slab = self.problem, self.choice, self.buffers, placement.slab
+        buffers.check_room(self.num_routes, slab.num_slots, choice.block_m)
+        launch.align(placement.slots_TK, slab.num_slots, choice.block_m, self.num_waves == 0, buffers)
+        if problem.format in FP8_FORMATS and self.num_waves == 0:
+            self._quantize(self.x_TD, buffers.x_codes_TD, buffers.x_scale_T, problem.num_tokens, 0)
+        launch.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
+        if problem.format in FP8_FORMATS:
+            positions = max_blocks(self.num_routes, slab.num_slots, choice.block_m) * choice.block_m
+            codes, scale = buffers.activated_codes_PF, buffers.activated_scale_P
+            self._quantize(buffers.activated_PF, codes, scale, positions, choice.block_m)
+        launch.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
+
+    def _quantize(
+        self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, num_rows: int, block_m: int
+    ) -> None:
+        if x.is_cuda:
+            launch.quantize_rows(x, codes, scale, num_rows, self.buffers, block_m)
+        else:  # the interpreter's conversion to fp8 loses a carry
+            codes[:num_rows], scale[:num_rows] = quantize_rows_torch(x[:num_rows])
+
+    def finish(self) -> torch.Tensor:
+        if self.finished or self.num_routes == 0:
+            return self.y_TD
+        if self.num_waves == 0:
+            return self.y_TD.zero_()
+        launch.reduce(self.rows_RD, self.weights_TK, self.buffers, self.y_TD)
+        return self.y_TD
+
+
+def quantize_rows_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Definition of the row quantization: codes float8_e4m3fn like x, scale float32 [rows] (1 for a zero row)."""
+    x = x.float()
+    amax = x.abs().amax(dim=-1)
+    scale = torch.where(amax > 0, amax / 448.0, 1.0)
+    return (x / scale[:, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor, block_m: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes sorted by expert, each expert's run padded to a multiple of block_m with the number of routes.
+
+    topk_ids: int [T, K]; ids of -1 are dropped. Returns sorted_ids int32 [blocks * block_m], routes ascending
+    within an expert, and expert_ids int32 [blocks]. Trimming them to size waits for the device; a step
+    doesn't. Raises ValueError for ids outside -1..num_experts-1 and for a block_m that is no power of two.
+    """
+    if block_m < 1 or block_m & (block_m - 1):
+        raise ValueError(f"block_m must be a power of two, not {block_m}")
+    ids_R = topk_ids.reshape(-1).int().contiguous()
+    if ids_R.numel() and not -1 <= int(ids_R.min()) <= int(ids_R.max()) < num_experts:
+        raise ValueError(
+            f"topk_ids hold {int(ids_R.min())}..{int(ids_R.max())}; allowed are -1..{num_experts - 1}"
+        )
+    if not ids_R.numel() or not (ids_R.is_cuda or interpreting()):
+        return align_torch(ids_R, block_m, num_experts)
+    blocks = max_blocks(ids_R.numel(), num_experts, block_m)
+    sorted_ids = torch.empty(blocks * block_m, dtype=torch.int32, device=ids_R.device)
+    expert_ids = torch.empty(blocks, dtype=torch.int32, device=ids_R.device)
+    count = torch.empty(1, dtype=torch.int32, device=ids_R.device)
+    served = torch.empty(ids_R.numel(), dtype=torch.int8, device=ids_R.device)
+    align_kernel[(num_experts,)](
+        ids_R,
+        sorted_ids,
+        expert_ids,
+        count,
+        served,
+        ids_R.numel(),
+        num_experts,
+        FIRST_WAVE=True,
+        BLOCK_M=block_m,
+        BINS=max(next_power_of_two(num_experts + 1), 32),
+        CHUNK=min(next_power_of_two(max(ids_R.numel(), 32)), 2048),
+        PDL=False,
+    )
+    used = int(count)
+    return sorted_ids[: used * block_m], expert_ids[:used]
+
+
+def align_torch(ids_R: torch.Tensor, block_m: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moe_align_block_size` in plain torch: the definition."""
+    num_routes = ids_R.numel()
+    sorted_ids, expert_ids = [], []
+    for expert in range(num_experts):
+        routes = (ids_R == expert).nonzero().squeeze(1)
+        blocks = -(-len(routes) // block_m)
+        padding = routes.new_full((blocks * block_m - len(routes),), num_routes)
+        sorted_ids.append(torch.cat((routes, padding)))
+        expert_ids.append(routes.new_full((blocks,), expert))
+    return torch.cat(sorted_ids).int(), torch.cat(expert_ids).int()

@@ -1,0 +1,151 @@
+"""One grow-only arena for everything a MoE step writes between its first kernel and its output.
+
+Without it a step allocates eight tensors a layer. The arena is sized for a power of two of tokens, so a
+handful of growths serve every later call. A replaced arena is kept alive, because a captured CUDA graph may
+still point into it. Nothing in here outlives a step: a backend runs one step at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from minisgl.moe.base import Problem
+
+ALIGNMENT = 256  # bytes, of every buffer in the arena
+MIN_BLOCK_M, MAX_BLOCK_M = 16, 128
+DIRECT_MAX_TOKENS = 64  # up to here a direct kernel may be chosen, whose rows are float32
+FP8_FORMATS = ("fp8", "fp8_block")
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def largest_block_m(num_tokens: int) -> int:
+    """The largest BLOCK_M that may be used: a slot has at most one route of a token, so at most num_tokens rows."""
+    return min(max(next_power_of_two(num_tokens), MIN_BLOCK_M), MAX_BLOCK_M)
+
+
+def max_blocks(num_routes: int, num_slots: int, block_m: int) -> int:
+    """Blocks that routes can fill at worst, whatever their slots: min(R, S) runs, each with a partial block."""
+    runs = min(num_routes, num_slots)
+    return runs + (num_routes - runs) // block_m
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one step writes. R routes, P positions in sorted order (padding included)."""
+
+    sorted_R: torch.Tensor  # int32, long enough for any BLOCK_M
+    block_slots: torch.Tensor  # int32
+    num_blocks: torch.Tensor  # int32 [1]
+    served_R: torch.Tensor  # int8
+    activated_PF: torch.Tensor
+    rows: torch.Tensor  # bytes: [R, D] in the activations' dtype, or float32 for the direct kernel
+    x_codes_TD: torch.Tensor  # fp8 formats only, else empty, as the three below
+    x_scale_T: torch.Tensor
+    activated_codes_PF: torch.Tensor
+    activated_scale_P: torch.Tensor
+
+    def rows_RD(self, num_routes: int, model_dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.rows[: num_routes * model_dim * dtype.itemsize].view(dtype).view(num_routes, model_dim)
+
+    def check_room(self, num_routes: int, num_slots: int, block_m: int) -> None:
+        """BLOCK_M 128 in buffers meant for 64 writes past their end; never again silently."""
+        blocks = max_blocks(num_routes, num_slots, block_m)
+        assert blocks * block_m <= self.sorted_R.numel(), "sorted_R is too small for this BLOCK_M"
+        assert blocks * block_m <= self.activated_PF.shape[0], "activated_PF is too small for this BLOCK_M"
+        assert blocks <= self.block_slots.numel(), "block_slots is too small for this BLOCK_M"
+
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
+    """Shape and dtype of every buffer for up to `capacity` tokens."""
+    routes, slots = capacity * problem.top_k, problem.num_slots
+    block_sizes = [MIN_BLOCK_M]
+    while block_sizes[-1] < largest_block_m(capacity):
+        block_sizes.append(2 * block_sizes[-1])
+    positions = max(max_blocks(routes, slots, block_m) * block_m for block_m in block_sizes)
+    blocks = max(max_blocks(routes, slots, block_m) for block_m in block_sizes)
+    row_bytes = 4 if capacity <= DIRECT_MAX_TOKENS else problem.dtype.itemsize
+    model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
+    fp8 = int(problem.format in FP8_FORMATS)  # without fp8 there are zero rows of codes
+    return {
+        "sorted_R": ((positions,), torch.int32),
+        "block_slots": ((blocks,), torch.int32),
+        "num_blocks": ((1,), torch.int32),
+        "served_R": ((routes,), torch.int8),
+        "activated_PF": ((positions, hidden_dim), problem.dtype),
+        "rows": ((routes * model_dim * row_bytes,), torch.uint8),
+        "x_codes_TD": ((capacity * fp8, model_dim), torch.float8_e4m3fn),
+        "x_scale_T": ((capacity * fp8,), torch.float32),
+        "activated_codes_PF": ((positions * fp8, hidden_dim), torch.float8_e4m3fn),
+        "activated_scale_P": ((positions * fp8,), torch.float32),
+    }
+
+
+def _num_bytes(spec: Spec) -> int:
+    size = spec[1].itemsize
+    for dim in spec[0]:
+        size *= dim
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Workspace:
+    """The arena of one device. `cached=False` allocates every buffer anew at every step, for comparison.
+
+    num_allocations counts device allocations, num_bytes what the current arena holds.
+    """
+
+    def __init__(self, device: torch.device, cached: bool = True) -> None:
+        self.device, self.cached = device, cached
+        self.num_allocations = 0
+        self._arena = torch.empty(0, dtype=torch.uint8, device=device)
+        self._retired: list[torch.Tensor] = []
+        self._buffers: dict[tuple[Problem, int], Buffers] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._arena.numel()
+
+    def claim(self, problem: Problem) -> Buffers:
+        """Buffers for one step of this problem; what they hold is undefined."""
+        capacity = next_power_of_two(problem.num_tokens)
+        if not self.cached:
+            return self._allocate_each(buffer_specs(problem, capacity))
+        key = (replace(problem, num_tokens=0), capacity)
+        if key not in self._buffers:
+            self._buffers[key] = self._carve(buffer_specs(problem, capacity))
+        return self._buffers[key]
+
+    def _carve(self, specs: dict[str, Spec]) -> Buffers:
+        total = sum(_num_bytes(spec) for spec in specs.values())
+        if total > self._arena.numel():
+            if self._arena.numel():
+                self._retired.append(self._arena)
+            self._arena = torch.empty(total, dtype=torch.uint8, device=self.device)
+            self.num_allocations += 1
+            self._buffers.clear()  # views of the old arena: small problems move to the new one, too
+        views: dict[str, torch.Tensor] = {}
+        offset = 0
+        for name, spec in specs.items():
+            flat = self._arena[offset : offset + _num_bytes(spec)].view(spec[1])
+            count = 1
+            for dim in spec[0]:
+                count *= dim
+            views[name] = flat[:count].view(spec[0])
+            offset += _num_bytes(spec)
+        return Buffers(**views)
+
+    def _allocate_each(self, specs: dict[str, Spec]) -> Buffers:
+        made = {name: torch.empty(spec[0], dtype=spec[1], device=self.device) for name, spec in specs.items()}
+        self.num_allocations += sum(tensor.numel() > 0 for tensor in made.values())
+        return Buffers(**made)
+
+    def poison(self, byte: int) -> None:
+        """Fill the arena with a byte, so that a read of something nothing wrote shows (tests)."""
+        self._arena.fill_(byte)
