@@ -1,0 +1,195 @@
+"""The one decoder that serves every family: what differs between them is a field of `ModelSpec`, never a
+branch here.
+
+    ids -> embedding -> layers x (norm, attention, norm, dense MLP or MoE) -> norm -> lm_head -> logits
+
+All state of a step comes in as arguments (`DecoderInput`, caches); the decoder holds weights only, so the
+same call runs eagerly, is captured in a CUDA graph, and is tested without an engine. Nothing in it waits
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from minisgl.attention.base import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
+from minisgl.layers.attention import Attention
+from minisgl.layers.embedding import Embedding, LmHead
+from minisgl.layers.linear import MergedLinear
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import MoELayer
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import Rotary
+from minisgl.models.experts import MoeFactory, resident_moe
+from minisgl.models.spec import ModelSpec
+
+AttentionFactory = Callable[[AttentionProblem], AttentionBackend]
+"""Asked once for each distinct problem of the model (a window here, none there)."""
+
+
+@dataclass(frozen=True)
+class DecoderInput:
+    """One step for all layers.
+
+    input_ids_T, positions_T: int [T], a token's id and its place in its own sequence.
+    batch: whose tokens these are and where their keys and values go. plans: what `Decoder.plan` gave for
+    the batch. logit_rows_N: int64 [N], rows that need logits; None for all.
+    num_valid: int32 [1] on the device: rows from this number on are padding and use no expert; None if all
+    are real.
+    """
+
+    input_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    batch: AttentionBatch
+    plans: Mapping[AttentionProblem, Any]
+    logit_rows_N: torch.Tensor | None = None
+    num_valid: torch.Tensor | None = None
+
+
+def layer_problems(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> tuple[AttentionProblem, ...]:
+    """What each layer asks of attention, in layer order; equal problems compare equal."""
+    return tuple(
+        AttentionProblem(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            scale=spec.scale,
+            window=window,
+        )
+        for window in spec.windows
+    )
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a feed-forward part, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        problem: AttentionProblem,
+        backend: AttentionBackend,
+        moe: MoELayer | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        dtype, eps = problem.dtype, spec.norm_eps
+        self.attention_norm = RMSNorm(spec.model_dim, eps, device=device, dtype=dtype)
+        self.attention = Attention(
+            spec.model_dim,
+            problem,
+            backend,
+            qkv_bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            qk_norm_eps=eps if spec.qk_norm else None,
+            device=device,
+        )
+        self.mlp_norm = RMSNorm(spec.model_dim, eps, device=device, dtype=dtype)
+        self.moe = moe
+        self.mlp = None
+        if moe is None:
+            self.mlp = GatedMLP(
+                spec.model_dim,
+                spec.hidden_dim,
+                spec.activation,
+                bias=spec.mlp_bias,
+                device=device,
+                dtype=dtype,
+            )
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        step: DecoderInput,
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this layer's contribution, residual stream without it): the next norm adds them."""
+        x_TD, residual_TD = self.attention_norm.add(x_TD, residual_TD)
+        plan = step.plans[self.attention.problem]
+        x_TD = self.attention(x_TD, rotation, cache, step.batch, plan)
+        x_TD, residual_TD = self.mlp_norm.add(x_TD, residual_TD)
+        if self.moe is not None:
+            return self.moe(x_TD, step.num_valid), residual_TD
+        assert self.mlp is not None
+        return self.mlp(x_TD), residual_TD
+
+
+class Decoder(nn.Module):
+    """Weights of a model, uninitialised until a loader fills them; on the meta device it occupies nothing.
+
+    attention: chooses a backend for each kind of layer. page_size: of the KV cache. dtype: of weights and
+    activations.
+    moe_factory: builds the sparse layers; None for resident experts and the backend that suits the device.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        attention: AttentionFactory,
+        *,
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        moe_factory: MoeFactory | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.device, self.dtype = spec, device, dtype
+        problems = layer_problems(spec, page_size, dtype)
+        self.backends = {problem: attention(problem) for problem in dict.fromkeys(problems)}
+        make_moe = moe_factory or resident_moe(spec, device=device, dtype=dtype)
+        self.embedding = Embedding(spec.vocab_size, spec.model_dim, device=device, dtype=dtype)
+        self.rotary = Rotary(spec.rope, device)
+        self.layers = nn.ModuleList()
+        for index, problem in enumerate(problems):
+            moe = make_moe(index, spec.moe) if spec.moe is not None and spec.is_sparse(index) else None
+            self.layers.append(DecoderLayer(spec, problem, self.backends[problem], moe, device))
+        self.norm = RMSNorm(spec.model_dim, spec.norm_eps, device=device, dtype=dtype)
+        tied_to = self.embedding if spec.tie_embeddings else None
+        self.lm_head = LmHead(spec.vocab_size, spec.model_dim, tied_to=tied_to, device=device, dtype=dtype)
+
+    def plan(self, batch: AttentionBatch) -> dict[AttentionProblem, Any]:
+        """Once a step, before `forward`: every attention backend's preparation, by problem."""
+        return {problem: backend.plan(problem, batch) for problem, backend in self.backends.items()}
+
+    def forward(self, step: DecoderInput, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """logits float32 [N, V] of the rows asked for. caches: one a layer; this step's keys and values are
+        added.
+        """
+        x_TD = self.embedding(step.input_ids_T)
+        rotation = self.rotary(step.positions_T, self.dtype)
+        residual_TD = None
+        for layer, cache in zip(self.layers, caches):
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotation, step, cache)
+        if step.logit_rows_N is not None:
+            x_TD = x_TD[step.logit_rows_N]
+            residual_TD = None if residual_TD is None else residual_TD[step.logit_rows_N]
+        x_ND, _ = self.norm.add(x_TD, residual_TD)
+        return self.lm_head(x_ND)
+
+    def moe_layers(self) -> dict[int, MoELayer]:
+        """Sparse layers by index: their stores load experts and report bytes."""
+        return {i: layer.moe for i, layer in enumerate(self.layers) if isinstance(layer.moe, MoELayer)}
+
+    def places(self) -> dict[str, torch.Tensor]:
+        """Where every tensor but the experts finally lives, by our name, e.g. `layers.0.attention.q.weight`.
+
+        Merged weights appear as their parts; a tied lm_head does not appear.
+        """
+        out: dict[str, torch.Tensor] = {}
+        for path, module in self.named_modules():
+            if isinstance(module, MergedLinear):
+                parent = path.rpartition(".")[0]
+                out.update({f"{parent}.{name}": view for name, view in module.places().items()})
+            else:
+                out.update({f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)})
+        if self.spec.tie_embeddings:
+            del out["lm_head.weight"]
+        return out
