@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.moe import registry
 from minisgl.moe.base import Activation, ExpertShape, Placement, Problem, Routing, Slab, select_experts
 from minisgl.moe.registry import make_backend, moe_backend_choices
 from minisgl.moe.torch_backend import TorchMoeBackend
@@ -214,9 +215,13 @@ def test_logits_of_another_shape_are_refused() -> None:
         BACKEND.forward(case.x, case.gate_up, case.down, torch.zeros(3, 5), 2, True)
 
 
-def test_backends_by_name() -> None:
-    assert make_backend("torch", "cpu").name == "torch"
-    assert make_backend("auto", "cpu").name == "torch"
+def test_backends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(moe_backend_choices) == {"auto", "fused", "torch"}
+    assert make_backend("torch", "cuda").name == make_backend("auto", "cpu").name == "torch"
+    assert make_backend("fused", "cpu").name == make_backend("auto", "cuda").name == "fused"
     with pytest.raises(ValueError, match=r"'cutlass'.*auto, fused, torch"):
         make_backend("cutlass", "cpu")
+    monkeypatch.setattr(registry, "FusedMoeBackend", None)  # as without Triton
+    assert make_backend("auto", "cuda").name == "torch"
+    with pytest.raises(ValueError, match="needs Triton"):
+        make_backend("fused", "cuda")
