@@ -130,7 +130,7 @@ class MoELayer(nn.Module):
         return Problem(
             num_tokens=num_tokens,
             top_k=self.router.rule.top_k,
-            num_slots=self.store.num_slots,
+            num_slots=self.store.num_experts,
             shape=self.store.shape,
             format=self.store.format.name,
             dtype=dtype,

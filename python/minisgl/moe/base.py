@@ -158,8 +158,10 @@ class Placement:
 class Problem:
     """What decides the kernel and its tiles: everything but the data.
 
-    num_tokens is the T of this call; dtype is the activations' dtype. group_size is how many weights along K
-    share a scale (int4, mxfp4, fp8_block), 0 where a scale covers a whole row or none exists.
+    num_tokens is the T of this call. num_slots is how many slots the layer has when all of its experts are resident;
+    a store with fewer says the same number, so that kernels, tiles and therefore bits are those of the resident layer.
+    dtype is the activations' dtype. group_size is how many weights along K share a scale (int4, mxfp4, fp8_block), 0
+    where a scale covers a whole row or none exists.
     """
 
     num_tokens: int

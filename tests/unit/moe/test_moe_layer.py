@@ -15,7 +15,7 @@ from minisgl.moe.exchange import Dispatched, Local
 from minisgl.moe.formats import get_format, moe_quantization_choices
 from minisgl.moe.store import ResidentStore, StoreBytes
 from minisgl.moe.store.records import ExpertRecords
-from minisgl.moe.torch_backend import TorchMoeBackend
+from minisgl.moe.torch_backend import TorchMoeBackend, TorchStep
 from tests.moe_oracle import moe_oracle, random_case, relative_error
 
 BACKEND = TorchMoeBackend()
@@ -121,6 +121,22 @@ def test_waves_equal_one_wave_bit_for_bit(name: str, num_slots: int) -> None:
     some = torch.tensor([5], dtype=torch.int32)
     assert torch.equal(waves(x, some), resident(x, some))
     assert torch.equal(waves(x[:0]), resident(x[:0]))
+
+
+def test_kernels_are_chosen_as_if_all_experts_were_resident() -> None:
+    problems = []
+
+    class Recording(TorchMoeBackend):
+        def begin(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> TorchStep:
+            problems.append(problem)
+            return super().begin(x_TD, routing, problem)
+
+    resident, x = make_layer("int8"), torch.randn(5, 64)
+    assert isinstance(resident.store, ResidentStore)
+    for store in (resident.store, TinySlabStore(2, resident.store)):
+        MoELayer(resident.router, store, Recording())(x)
+    shape = resident.store.shape
+    assert problems == [Problem(5, 2, 8, shape, "int8", torch.float32)] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -54,7 +54,7 @@ def router_kernel(
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         scores = logits
-    choice = scores
+    choice = logits  # ranks as scores do, and keeps apart what float32 rounds to one score
     if HAS_BIAS:
         choice = _finite(scores + tl.load(bias_E + expert, mask=inside, other=0.0).to(tl.float32))
     choice = tl.where(inside, choice, -float("inf"))
