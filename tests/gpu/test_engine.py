@@ -20,13 +20,22 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) 
     return [output.token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2", "qwen3_moe", "qwen3_moe_mixed", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral_window", "qwen2", "qwen3_moe", "qwen3_moe_mixed", "mixtral"]
+)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_fp32_tokens_equal_hugging_face(tmp_path: Path, name: str, page_size: int) -> None:
     model = make_model(tmp_path, name)
     prompts = make_prompts(LENGTHS)
     expected = [greedy(model, prompt, 48) for prompt in prompts]
-    llm = LLM(str(tmp_path), device="cuda", dtype="float32", page_size=page_size, num_pages=1500, max_prefill_length=64)
+    llm = LLM(
+        str(tmp_path),
+        device="cuda",
+        dtype="float32",
+        page_size=page_size,
+        num_pages=1500,
+        max_prefill_length=64,
+    )
     assert tokens(llm, prompts) == expected
     assert tokens(llm, prompts) == expected, "warm"
 

@@ -1,6 +1,6 @@
 """The engine: only owner of device state (weights, KV pages, page table, workspace). Runs one step at a time.
 
-    chunks -> inputs -> decoder (eagerly, or a captured graph for decode) -> sampler -> tokens, on their way to the host
+chunks -> inputs -> decoder (eagerly, or a captured graph for decode) -> sampler -> tokens, on their way to the host
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache, make_attention
 from minisgl.config import EngineConfig, Facts, resolve
+from minisgl.engine.experts import make_moe_factory
 from minisgl.engine.graphs import DecodeGraphs, graph_sizes
 from minisgl.engine.inputs import PageTable, step_arrays, to_device
 from minisgl.engine.memory import (
@@ -27,7 +28,6 @@ from minisgl.engine.sampler import SampleResult, sample
 from minisgl.engine.step import Chunk, SampledToken, SampleSpec
 from minisgl.kvcache import KVPool, bytes_per_page
 from minisgl.models.decoder import Decoder, DecoderInput
-from minisgl.models.experts import resident_moe
 from minisgl.models.loader import fill_dummy_weights, load_weights
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.trace import RoutingTrace
@@ -97,13 +97,7 @@ class Engine:
 
         moe_factory = None
         if self.spec.moe is not None:
-            moe_factory = resident_moe(
-                self.spec,
-                backend=kernel.moe_backend,
-                weight_format=kernel.moe_expert_quantization,
-                device=self.device,
-                dtype=self.dtype,
-            )
+            moe_factory = make_moe_factory(self.spec, kernel, self.device, self.dtype)
         return Decoder(
             self.spec,
             attention,
@@ -142,7 +136,9 @@ class Engine:
         cache, spec = self.config.cache, self.spec
         if cache.num_pages is not None:
             return cache.num_pages
-        page_bytes = bytes_per_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, cache.page_size, self.dtype)
+        page_bytes = bytes_per_page(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, cache.page_size, self.dtype
+        )
         if self.device.type == "cpu":
             return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, available_host_bytes())
         self._run_largest_step()
@@ -158,7 +154,9 @@ class Engine:
         batch = AttentionBatch(
             cu_q_B1=torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device),
             kv_lens_B=torch.tensor([num_tokens], dtype=torch.int32, device=self.device),
-            page_table_BP=torch.zeros((1, -(-num_tokens // page_size)), dtype=torch.int32, device=self.device),
+            page_table_BP=torch.zeros(
+                (1, -(-num_tokens // page_size)), dtype=torch.int32, device=self.device
+            ),
             write_slots_T=positions_T % page_size,
             max_q_len=num_tokens,
             max_kv_len=num_tokens,
@@ -168,7 +166,9 @@ class Engine:
         self.decoder(step, caches)
         # The sampler's temporaries for a full batch, in float64 (its noise), are part of the peak.
         torch.empty(
-            (self.config.scheduler.max_running_requests, self.vocab_size), dtype=torch.float64, device=self.device
+            (self.config.scheduler.max_running_requests, self.vocab_size),
+            dtype=torch.float64,
+            device=self.device,
         )
         torch.cuda.synchronize(self.device)
 

@@ -108,7 +108,9 @@ class DecodeGraphs:
 
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # compile and allocate whatever the first call needs, outside of the capture
+        with torch.cuda.stream(
+            stream
+        ):  # compile and allocate whatever the first call needs, outside of the capture
             step()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

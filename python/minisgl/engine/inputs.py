@@ -52,7 +52,9 @@ def step_arrays(chunks: Sequence[Chunk]) -> StepArrays:
         cu_q_B1=np.concatenate([[0], ends_B]),
         kv_lens_B=np.array([c.start + c.length for c in chunks]),
         rows_B=rows_B,
-        logit_rows_N=np.array([end - 1 for end, c in zip(ends_B, chunks) if c.sample is not None], dtype=np.int64),
+        logit_rows_N=np.array(
+            [end - 1 for end, c in zip(ends_B, chunks) if c.sample is not None], dtype=np.int64
+        ),
         max_q_len=int(lengths.max()),
         max_kv_len=max(c.start + c.length for c in chunks),
     )

@@ -1,0 +1,1 @@
+"""Benchmarks: every one checks its result before timing and appends a record under benchmark/results/."""
