@@ -56,13 +56,14 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     positions.
     """
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device="cpu") / spec.rotary_dim
-    inv_freq = 1.0 / (spec.theta**exponents)
+    periods = spec.theta**exponents
+    if spec.kind == "yarn":
+        return _yarn(spec, periods)
+    inv_freq = 1.0 / periods
     if spec.kind == "linear":
         return inv_freq / spec.factor
     if spec.kind == "llama3":
         return _llama3(spec, inv_freq)
-    if spec.kind == "yarn":
-        return _yarn(spec, inv_freq)
     return inv_freq
 
 
@@ -78,7 +79,7 @@ def _llama3(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     return torch.where(wavelength < longest_kept, inv_freq, scaled)
 
 
-def _yarn(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
+def _yarn(spec: RopeSpec, periods: torch.Tensor) -> torch.Tensor:
     """Keep pairs that turn often within the original context, divide those that hardly turn, ramp between."""
 
     def pair_turning(times: float) -> float:
@@ -93,8 +94,7 @@ def _yarn(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
         high += 0.001  # a step instead of a ramp, without dividing by zero
     pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
-    divided = 1.0 / (spec.factor * (1.0 / inv_freq))
-    return divided * (1 - keep) + inv_freq * keep
+    return 1.0 / (spec.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
