@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import FinishReason
+from minisgl.engine.score import token_logprobs
 from tests.e2e.model_factory import EOS, make_model, make_prompts
 
 
@@ -51,7 +54,9 @@ def test_seed_decides_whatever_else_runs(llm: LLM) -> None:
     others = [SamplingParams(temperature=1.0, seed=i, max_tokens=24, top_k=5 * i) for i in range(5)]
     crowd = llm.generate(["x", "yy", "a prompt", "zzz", "w"], [*others[:2], params, *others[2:4]])
     assert crowd[2].token_ids == alone
-    different = llm.generate("a prompt", SamplingParams(temperature=1.0, seed=12, max_tokens=24, ignore_eos=True))
+    different = llm.generate(
+        "a prompt", SamplingParams(temperature=1.0, seed=12, max_tokens=24, ignore_eos=True)
+    )
     assert different[0].token_ids != alone
 
 
@@ -93,7 +98,10 @@ def test_bad_prompts_are_refused_by_number_and_nothing_starts(llm: LLM) -> None:
             llm.generate(["fine", prompt], SamplingParams(max_tokens=3))  # type: ignore[list-item]
         assert "prompt 1" in str(error.value)
     assert not llm.scheduler.has_work
-    assert llm.generate("fine", SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason is FinishReason.LENGTH
+    assert (
+        llm.generate("fine", SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason
+        is FinishReason.LENGTH
+    )
 
 
 def test_pool_too_small_names_the_number_that_would_do(folder: Path) -> None:
@@ -125,5 +133,18 @@ def test_routing_is_recorded(folder: Path) -> None:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
     assert llm.trace is not None
     ids = llm.trace.ids()
-    assert ids.shape == (3 + 3, 3, 2), "three prompt tokens, three of the four new ones, three layers, two experts"
+    assert ids.shape == (3 + 3, 3, 2), (
+        "three prompt tokens, three of the four new ones, three layers, two experts"
+    )
     assert llm.trace.counts().sum() == ids.size
+
+
+def test_scores_equal_hugging_face(folder: Path, llm: LLM) -> None:
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = make_prompts([90])[0]
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(token_logprobs(llm.engine, ids, chunk=32), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="2 to 512"):
+        token_logprobs(llm.engine, [1])

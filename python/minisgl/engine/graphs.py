@@ -80,7 +80,7 @@ class DecodeGraphs:
         packed[-1] = used
         return torch.from_numpy(packed)
 
-    def _capture(self, size: int, pool: object) -> _Captured:
+    def _capture(self, size: int, pool: tuple[int, int]) -> _Captured:
         device, table = self._table.device, self._table
         buffer = torch.zeros(4 * size + 1, dtype=torch.int64, device=device)
         buffer[2 * size : 3 * size] = table.padding_row

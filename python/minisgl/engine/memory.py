@@ -1,11 +1,27 @@
-"""One ledger of every byte, and how many KV pages fit beside the rest."""
+"""One ledger of every byte, the formulas behind its lines, and how many KV pages fit beside the rest.
+
+`Engine.ledger` counts the tensors it holds; `predict_ledger` computes the same lines, under the same names, from sizes alone,
+before anything is loaded. The planner and the engine's own check both use it, so a plan and a run can't disagree unnoticed.
+
+    for good     dense weights, experts, KV pages, page table, workspace, CUDA graphs
+    for a step   activations of the largest step, or the sampler's scratch, whichever is larger
+    not ours     the CUDA context, other processes, the desktop
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from rich.table import Table
+
+from minisgl.engine.graphs import graph_sizes
+from minisgl.kvcache import bytes_per_page
+from minisgl.models.sizes import ModelSizes
+from minisgl.moe.base import Problem
+from minisgl.moe.formats import get_format
+from minisgl.moe.workspace import ALIGNMENT, buffer_specs, next_power_of_two
 
 GIB = 2**30
 CPU_KV_TOKENS = 32_768  # pages of a CPU run that names no --num-pages: four long conversations
@@ -23,13 +39,21 @@ class LedgerLine:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Everything the engine allocated; lines add up to its total."""
+    """Everything the engine allocated, or will; lines add up to its total."""
 
     lines: tuple[LedgerLine, ...]
 
     @property
     def total(self) -> int:
         return sum(line.num_bytes for line in self.lines)
+
+    def on(self, where: str) -> int:
+        """Bytes on the "device" or on the "host"."""
+        return sum(line.num_bytes for line in self.lines if line.where == where)
+
+    def line(self, name: str) -> int:
+        """Bytes of the line called `name`, 0 if there is none."""
+        return sum(line.num_bytes for line in self.lines if line.name == name)
 
     def table(self) -> Table:
         """For people."""
@@ -43,23 +67,189 @@ class Ledger:
         return table
 
 
-def pages_on_cuda(device: torch.device, memory_ratio: float, page_bytes: int) -> int:
+class DoesNotFit(ValueError):
+    """The engine needs more memory than there is. ledger: what it needs, None where only the total is known."""
+
+    def __init__(self, message: str, needed: int, available: int, ledger: Ledger | None = None) -> None:
+        super().__init__(message)
+        self.needed, self.available, self.ledger = needed, available, ledger
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The choices that decide how much memory an engine takes; a resolved configuration in plain numbers.
+
+    weight_format, group_size: of the experts (--moe-expert-quantization). num_slots: experts a layer keeps on the device, None
+    for all of them. num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs. fused: whether
+    the fused MoE backend, which has a workspace, computes the experts.
+    """
+
+    on_cuda: bool
+    dtype: torch.dtype
+    max_seq_len: int
+    num_pages: int = 2
+    weight_format: str = "none"
+    group_size: int = 128
+    num_slots: int | None = None
+    page_size: int = 16
+    max_running_requests: int = 256
+    max_prefill_length: int = 8192
+    graph_batch: int = 256
+    fused: bool = True
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return min(self.max_prefill_length, self.max_seq_len)
+
+
+# --- formulas ------------------------------------------------------------------------------------------------------------
+
+
+def kv_pool_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes of the KV pool: pages x page size x bytes of a token over all layers (2 x kv_heads x head_dim x itemsize each)."""
+    return setup.num_pages * setup.page_size * sizes.kv_bytes_per_token(setup.dtype)
+
+
+def page_table_bytes(num_rows: int, max_seq_len: int, page_size: int) -> int:
+    """Bytes of the page table (int32, a page id each) and the last tokens (int64), with one row more for padding."""
+    return (num_rows + 1) * (-(-max_seq_len // page_size) * 4 + 8)
+
+
+def workspace_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes of the fused MoE arena for the largest step: routes x D rows, routes x F activated, sorted ids, fp8 codes.
+
+    T tokens make T x K routes: 8,192 tokens of Qwen3-30B-A3B 65,536 routes, whose rows take 268 MB in bf16. The arena is made
+    for the next power of two of T.
+    """
+    if sizes.expert is None or not setup.fused:
+        return 0
+    weight_format = get_format(setup.weight_format, setup.dtype, setup.group_size)
+    problem = Problem(
+        num_tokens=setup.step_tokens,
+        top_k=sizes.top_k,
+        num_slots=setup.num_slots or sizes.num_experts,
+        shape=sizes.expert,
+        format=weight_format.name,
+        dtype=setup.dtype,
+        group_size=weight_format.group_size,
+    )
+    specs = buffer_specs(problem, next_power_of_two(problem.num_tokens)).values()
+    return sum(_rounded(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in filter(None, specs))
+
+
+def step_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Peak bytes of the temporaries of one step of `step_tokens` tokens, outside of the MoE workspace.
+
+    Four [T, D] tensors live through a layer (its input, the residual stream before and after, the normed input). On top comes
+    the largest of: an RMSNorm over D, the projections with the norm or the rotation of q, or a dense MLP. A norm holds two
+    float32 tensors and one in the model's dtype. Read off layers/{norm,attention,mlp}.py; the sampler is `sampler_bytes`.
+    """
+    item, tokens, dim = setup.dtype.itemsize, setup.step_tokens, sizes.model_dim
+    q_dim, kv_dim = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    norm = (8 + item) * dim
+    attention = (q_dim + 2 * kv_dim) * item + ((8 + item) * q_dim if sizes.qk_norm else 3 * item * q_dim)
+    dense = 5 * item * sizes.hidden_dim if sizes.params["dense MLPs"] else 0
+    return tokens * (4 * item * dim + max(norm, attention, dense))
+
+
+def sampler_bytes(num_rows: int, vocab_size: int) -> int:
+    """Bytes of the sampler's noise for a full batch: float64 [rows, V]."""
+    return num_rows * vocab_size * 8
+
+
+def graph_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes that captured decode graphs keep: for every batch size its float32 logits and its rows of the page table, and
+    once the temporaries of the largest, in a pool that all of them share. What the driver keeps a graph is not counted.
+    """
+    if not setup.on_cuda or setup.graph_batch == 0:
+        return 0
+    captured = graph_sizes(min(setup.graph_batch, setup.max_running_requests))
+    rows, largest = sum(captured), max(captured)
+    pages = -(-setup.max_seq_len // setup.page_size)
+    item, q_dim = setup.dtype.itemsize, sizes.num_heads * sizes.head_dim
+    temporaries = largest * (sizes.vocab_size * item + 8 * item * sizes.model_dim + (8 + 2 * item) * q_dim)
+    return rows * (4 * sizes.vocab_size + 4 * pages) + temporaries
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
+    """What an engine with this set-up will allocate, line by line; the names are those of `Engine.ledger`, and "one step".
+
+    Raises ValueError where the expert format can't store the model's experts.
+    """
+    where = "device" if setup.on_cuda else "host"
+    record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
+    slots = sizes.num_experts if setup.num_slots is None else min(setup.num_slots, sizes.num_experts)
+    offloaded = slots < sizes.num_experts
+    scratch = sampler_bytes(setup.max_running_requests, sizes.vocab_size)
+    lines = [
+        LedgerLine("dense weights", sizes.dense_bytes(setup.dtype), where),
+        LedgerLine("experts", record * slots * sizes.num_sparse, where),
+        LedgerLine("experts on the host", record * sizes.num_experts * sizes.num_sparse * offloaded, "host"),
+        LedgerLine("KV pages", kv_pool_bytes(sizes, setup), where),
+        LedgerLine(
+            "page table", page_table_bytes(setup.max_running_requests, setup.max_seq_len, setup.page_size), where
+        ),
+        LedgerLine("workspace", workspace_bytes(sizes, setup), where),
+        LedgerLine("CUDA graphs", graph_bytes(sizes, setup), where),
+        LedgerLine("one step", max(step_bytes(sizes, setup), scratch), where),
+    ]
+    return Ledger(tuple(line for line in lines if line.num_bytes))
+
+
+# --- does it fit ---------------------------------------------------------------------------------------------------------
+
+
+def cuda_budget(device: torch.device, memory_ratio: float) -> int:
+    """Bytes this process may allocate: memory_ratio of the device less what others (and the CUDA context) hold."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * memory_ratio) - others
+
+
+def check_fits(ledger: Ledger, available: int, where: str = "device") -> None:
+    """Raise DoesNotFit, naming the largest lines and the missing bytes, if the ledger needs more than `available` there.
+
+    Call it before loading, with a set-up of the fewest pages that are of use: it costs nothing and saves the wait.
+    """
+    needed = ledger.on(where)
+    if needed <= available:
+        return
+    largest: Sequence[LedgerLine] = sorted(ledger.lines, key=lambda line: -line.num_bytes)
+    parts = ", ".join(f"{li.name} {li.num_bytes / GIB:.2f}" for li in largest if li.where == where and li.num_bytes >= 1e6)
+    raise DoesNotFit(
+        f"this needs {needed / GIB:.2f} GiB of {where} memory and {max(available, 0) / GIB:.2f} GiB are available: "
+        f"{(needed - available) / GIB:.2f} GiB are missing ({parts} GiB). `minisgl plan` lists what fits",
+        needed,
+        available,
+        ledger,
+    )
+
+
+def pages_on_cuda(
+    device: torch.device, memory_ratio: float, page_bytes: int, reserve_bytes: int = 0
+) -> int:
     """KV pages that fit into memory_ratio of the device's memory beside the peak of what was allocated so far.
 
-    Call it after a forward pass of the largest step, so that the peak holds weights, workspace and activations. Memory that
-    other processes hold counts as used. Raises ValueError with the missing bytes when not even two pages fit.
+    Call it after a forward pass of the largest step, so that the peak holds weights, workspace and activations. reserve_bytes:
+    what will be allocated later, such as CUDA graphs (`graph_bytes`). Memory that other processes hold counts as used. Raises
+    DoesNotFit with the missing bytes when not even two pages fit.
     """
-    free, total = torch.cuda.mem_get_info(device)
-    ours = torch.cuda.memory_reserved(device)
-    others = total - free - ours
-    budget = int(total * memory_ratio) - others - torch.cuda.max_memory_allocated(device)
-    if budget < 2 * page_bytes:
-        raise ValueError(
-            f"no memory is left for the KV cache: --memory-ratio {memory_ratio} of {total / GIB:.1f} GiB is used up by weights "
-            f"and workspace ({torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB) and other processes ({others / GIB:.1f} "
-            "GiB). Raise --memory-ratio, lower --max-prefill-length, or quantize with --moe-expert-quantization"
+    peak = torch.cuda.max_memory_allocated(device) + reserve_bytes
+    available = cuda_budget(device, memory_ratio)
+    if available - peak < 2 * page_bytes:
+        raise DoesNotFit(
+            f"no memory is left for the KV cache: of {available / GIB:.2f} GiB that --memory-ratio {memory_ratio} and other "
+            f"processes leave, weights and workspace take {peak / GIB:.2f} GiB. Raise --memory-ratio, lower "
+            "--max-prefill-length or --max-running-requests, or quantize with --moe-expert-quantization",
+            peak + 2 * page_bytes,
+            available,
         )
-    return budget // page_bytes
+    return (available - peak) // page_bytes
 
 
 def pages_on_cpu(page_bytes: int, page_size: int, max_seq_len: int, available_bytes: int) -> int:
