@@ -54,6 +54,10 @@ class AttentionProblem:
                 f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads: "
                 "num_heads must be a multiple of num_kv_heads (after the split over tensor-parallel ranks)"
             )
+        if not self.scale > 0:
+            raise ValueError(
+                f"scale={self.scale} is not allowed: use a positive number, as 1 / sqrt(head_dim)"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"window={self.window} is not allowed: use at least 1, or None for full attention"

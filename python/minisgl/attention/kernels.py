@@ -1,18 +1,18 @@
-"""Triton kernels of attention over a paged cache: extend (prefill with or without a prefix), split decode, cache store.
+"""Triton kernels of attention over a paged cache: extend (prefill with or without a prefix), and split decode.
 
-All three attention kernels keep the statistics of the softmax in base 2 and fp32: m is the running maximum of the logits times
+All kernels keep the statistics of the softmax in base 2 and fp32: m is the running maximum of the logits times
 log2(e), l the running sum of exp2(logit - m), acc the running sum of exp2(logit - m) * v. Masked logits are -inf while m starts
 at a finite -1e30, so a block that is masked as a whole adds exactly zero instead of NaN.
 
 The query heads of one key/value head share its tiles: rows of a tile are (token, head of the group) pairs, token-major. So a
 decode tile holds a whole group, and a prefill tile of 128 rows at group size 8 crosses the causal diagonal with 16 tokens only.
 
-Launch grids are fixed by shapes and upper bounds; which request a program serves is worked out on the device from the lengths.
-That keeps a captured graph valid for any content, and spares a mixed batch the empty programs of a (longest x batch) grid.
+Grids are fixed by shapes and upper bounds; which request a program serves is worked out on the device from the lengths. So a
+captured graph is valid for any content, and a mixed batch is spared the empty programs of a (longest x batch) grid.
 
     extend   tiles of all requests end to end; later (longer) tiles of a request first
-    decode   chunks of keys of all requests end to end, about equally long, so that one long request does not lag behind;
-             partial results are scaled by their own l, and `combine` weighs them with exp2(lse)
+    decode   chunks of keys of all requests end to end, about equally long; each is scaled by its own l, and `combine` weighs
+             them with exp2(lse)
 
 Integers that count tokens fit 32 bits; offsets into the cache are 64-bit, since a pool passes 2^31 elements easily.
 """
@@ -72,18 +72,26 @@ def _rows(pages, n, stride_page, stride_row, PAGE_SIZE: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def _logits(q, k, scale_log2, SOFT_CAP: tl.constexpr):
-    """q.k * scale * log2(e), capped. tanh(x) = 1 - 2 / (exp(2x) + 1) saturates cleanly at both ends."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    """Logits that `_accumulate` has still to multiply by its scale: raw q.k, or with a cap the finished ones.
+
+    tanh(x) = 1 - 2 / (exp(2x) + 1) saturates cleanly at both ends.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFT_CAP > 0.0:
-        s = SOFT_CAP * _LOG2E * (1.0 - 2.0 / (tl.exp2(s * (2.0 / SOFT_CAP)) + 1.0))
+        s = SOFT_CAP * _LOG2E * (1.0 - 2.0 / (tl.exp2(s * (scale_log2 * 2.0 / SOFT_CAP)) + 1.0))
     return s
 
 
 @triton.jit
-def _accumulate(acc, m, l, s, v):
-    """One step of the online softmax with logits s [rows, keys] and values v [keys, C]."""
-    m_new = tl.maximum(m, tl.max(s, 1))
-    p = tl.exp2(s - m_new[:, None])
+def _accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP: tl.constexpr):
+    """One step of the online softmax with logits s [rows, keys] and values v [keys, C].
+
+    The scale (positive) is applied after the maximum, where it fuses with the subtraction into one instruction an element.
+    """
+    if SOFT_CAP > 0.0:
+        scale_log2 = 1.0
+    m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+    p = tl.exp2(s * scale_log2 - m_new[:, None])
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -151,8 +159,8 @@ def decode_kernel(
         return
     length = tl.sum(tl.where(requests == b, lengths, 0), 0)
     skipped = tl.sum(tl.where(requests < b, counts, 0), 0)
+    kv_len = tl.sum(tl.where(requests == b, kv_lens, 0), 0)  # here already: saves the wait for another load
 
-    kv_len = tl.load(kv_lens_ptr + b)
     row = tl.load(cu_q_ptr + b).to(tl.int64)
     lo = tl.multiple_of(_first_key(kv_len, 1, WINDOW, BLOCK_N) + (chunk - skipped) * length, BLOCK_N)
     hi = tl.minimum(lo + length, kv_len)
@@ -181,7 +189,7 @@ def decode_kernel(
             visible = visible & (keys >= kv_len - WINDOW)
         s = tl.where(visible[None, :], s, float("-inf"))
         v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        acc, m, l = _accumulate(acc, m, l, s, v)
+        acc, m, l = _accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP)
 
     head = chunk.to(tl.int64) * (tl.num_programs(0) * GROUP) + g * GROUP + h
     tl.store(lse_ptr + head, m + tl.log2(l), mask=h < GROUP)
@@ -274,7 +282,7 @@ def _extend_blocks(
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
             s = tl.where(visible, s, float("-inf"))
         v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        acc, m, l = _accumulate(acc, m, l, s, v)
+        acc, m, l = _accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP)
     return acc, m, l
 
 
@@ -367,32 +375,3 @@ def extend_kernel(
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     out_ptrs = out_ptr + ((row * (tl.num_programs(0) * GROUP) + head) * HEAD_DIM)[:, None] + c[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_kernel(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slots_ptr,
-    stride_k_row,
-    stride_k_head,
-    stride_v_row,
-    stride_v_head,
-    stride_slot,
-    stride_head,
-    HEAD_DIM: tl.constexpr,
-    ROW: tl.constexpr,  # elements of a row: G * C
-    BLOCK: tl.constexpr,
-):
-    """Copy one token's keys and values to its slot of the cache. Grid (T,)."""
-    t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + t).to(tl.int64)
-    e = tl.arange(0, BLOCK)
-    head, c = e // HEAD_DIM, e % HEAD_DIM
-    k = tl.load(k_ptr + t * stride_k_row + head * stride_k_head + c, mask=e < ROW)
-    v = tl.load(v_ptr + t * stride_v_row + head * stride_v_head + c, mask=e < ROW)
-    to = slot * stride_slot + head * stride_head + c
-    tl.store(k_cache_ptr + to, k, mask=e < ROW)
-    tl.store(v_cache_ptr + to, v, mask=e < ROW)

@@ -10,10 +10,39 @@ from typing import Any
 
 import torch
 
-if importlib.util.find_spec("triton"):
-    from minisgl.attention.kernels import store_kernel
-else:  # pragma: no cover - platforms without Triton have no CUDA either
-    store_kernel = None
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # platforms without it have no CUDA either
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def store_kernel(
+        k_ptr,
+        v_ptr,
+        k_cache_ptr,
+        v_cache_ptr,
+        slots_ptr,
+        stride_k_row,
+        stride_k_head,
+        stride_v_row,
+        stride_v_head,
+        stride_slot,
+        stride_head,
+        HEAD_DIM: tl.constexpr,
+        ROW: tl.constexpr,  # elements of a row: G * C
+        BLOCK: tl.constexpr,
+    ):
+        """Copy one token's keys and values to its slot of the cache. Grid (T,)."""
+        t = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots_ptr + t).to(tl.int64)
+        e = tl.arange(0, BLOCK)
+        head, c = e // HEAD_DIM, e % HEAD_DIM
+        k = tl.load(k_ptr + t * stride_k_row + head * stride_k_head + c, mask=e < ROW)
+        v = tl.load(v_ptr + t * stride_v_row + head * stride_v_head + c, mask=e < ROW)
+        to = slot * stride_slot + head * stride_head + c
+        tl.store(k_cache_ptr + to, k, mask=e < ROW)
+        tl.store(v_cache_ptr + to, v, mask=e < ROW)
 
 
 def store_kv(
@@ -24,7 +53,7 @@ def store_kv(
     write_slots_T: torch.Tensor,
 ) -> None:
     """Copy row t of k and v to slot write_slots_T[t] (page * page_size + row) of the pools. In place; capturable."""
-    if store_kernel is not None and k_PSGC.is_cuda:
+    if HAS_TRITON and k_PSGC.is_cuda:
         launch_store(k_PSGC, v_PSGC, k_TGC, v_TGC, write_slots_T)
         return
     for pool_PSGC, rows_TGC in ((k_PSGC, k_TGC), (v_PSGC, v_TGC)):

@@ -87,6 +87,8 @@ def choose_decode_tile(problem: AttentionProblem, limits: Limits) -> DecodeTile:
     """
     row_bytes = padded(problem.head_dim) * problem.dtype.itemsize
     block_n = min(128, max(16, 64 * 1024 // (2 * 2 * row_bytes)))
+    if problem.dtype.itemsize > 2:  # fp32 multiplies on CUDA cores: larger blocks spill registers
+        block_n = 16
     return DecodeTile(block_n, num_warps=4, num_stages=3, wave_programs=3 * limits.num_sms)
 
 
