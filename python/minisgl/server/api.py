@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from minisgl.server import api_chat, api_completions, api_models
+from minisgl.server import api_anthropic, api_chat, api_completions, api_models, api_responses
 from minisgl.server.answers import JsonAnswer
 from minisgl.server.errors import ApiError
 from minisgl.server.gate import Gate
@@ -28,7 +28,7 @@ def create_app(service: Service) -> FastAPI:
     """An application for one service."""
     app = FastAPI(title="minisgl", version=api_models.version(), docs_url=None, redoc_url=None)
     app.state.service = service
-    for module in (api_chat, api_completions, api_models):
+    for module in (api_chat, api_completions, api_responses, api_anthropic, api_models):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
@@ -56,8 +56,9 @@ async def _on_validation_error(request: Request, error: Any) -> Response:
     complaints, param = [], None
     for item in error.errors()[:_MAX_SHOWN]:
         place = [str(part) for part in item["loc"] if part != "body"]
-        param = param or (place[0] if place else None)
-        complaints.append(f"{'.'.join(place) or 'body'}: {item['msg']}")
+        param = param or (place[0] if place and item["type"] != "json_invalid" else None)
+        detail = item.get("ctx", {}).get("error", "") if item["type"] == "json_invalid" else ""
+        complaints.append(f"{'.'.join(place) or 'body'}: {item['msg']} {detail}".strip())
     return _answer(request, ApiError(400, "; ".join(complaints), param, "invalid_value"))
 
 

@@ -188,5 +188,7 @@ class ApiEnd:
         return self._decoder.decode(await self._events.recv())
 
     def close(self) -> None:
-        """Close the sockets after what was sent has left."""
-        self._context.destroy(linger=1000)
+        """Close the sockets; what no engine has taken by now is dropped."""
+        self._commands.close(linger=0)
+        self._events.close(linger=0)
+        self._context.term()

@@ -187,6 +187,10 @@ def serve(
         engine.kill()
         raise
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # what is left takes seconds at most, and the exit code is known
         _end_process(engine)
         end.close()
         addresses.remove()

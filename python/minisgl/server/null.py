@@ -201,7 +201,7 @@ class NullScheduler:
         words = torch.zeros(-(-self.options.vocab_size // 32), dtype=torch.int32)
         constraint.fill_bitmask(words)
         bits = [int(w) & 0xFFFFFFFF for w in words]
-        candidates = (wish, *self.options.preferred, *range(self.options.vocab_size))
+        candidates = (*self.options.preferred, wish, *range(self.options.vocab_size))
         token = next(t for t in candidates if bits[t // 32] >> (t % 32) & 1)
         assert constraint.accept(token)
         return token
@@ -237,10 +237,15 @@ MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # The answer is the last message; after <|sep|> stands what must not be said back.
 CHAT_TEMPLATE = """\
 {%- for m in messages -%}
-{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('the system message must come first')
-}}{%- endif -%} {%- endfor -%} {{- messages[-1].content -}}<|sep|> {%- for m in messages[:-1] -%}{{ m.role
-}}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }} {% endfor -%} {{- tools | tojson if
-tools else '' -}}<|assistant|> {%- if enable_thinking is defined and not enable_thinking -%}<think>
+{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('the system message must come first') }}
+{%- endif -%}
+{%- endfor -%}
+{{- messages[-1].content -}}<|sep|>
+{%- for m in messages[:-1] -%}
+{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}
+{% endfor -%}
+{{- tools | tojson if tools else '' -}}<|assistant|>
+{%- if enable_thinking is defined and not enable_thinking -%}<think>
 
 </think>
 
@@ -263,10 +268,10 @@ def write_tokenizer(folder: str) -> NullOptions:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL_TOKENS[0])
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    wanted = (backend.token_to_id(char) for char in '"}]0,:')
+    vocab = backend.get_vocab()
     return NullOptions(
         vocab_size=len(tokenizer),
-        separator=backend.token_to_id("<|sep|>"),
-        eos_token_id=backend.token_to_id("<|end|>"),
-        preferred=(backend.token_to_id("<|end|>"), *wanted),
+        separator=vocab["<|sep|>"],
+        eos_token_id=vocab["<|end|>"],
+        preferred=(vocab["<|end|>"], *(vocab[char] for char in '"}]0,:')),
     )

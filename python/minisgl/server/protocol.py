@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from minisgl.server.errors import bad_request
 
 
 class Body(BaseModel):
@@ -162,6 +164,15 @@ class ChatCompletionRequest(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
+
+
+def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:
+    """A chat request from another API's body. ApiError 400 where the parts do not fit."""
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise bad_request(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 class TokenizeRequest(Body):
