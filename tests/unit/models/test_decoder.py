@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,23 @@ def test_logit_rows_and_padding(tmp_path):
     assert len(padded) == 16
     torch.testing.assert_close(padded[:11], whole, rtol=0, atol=1e-5)
     assert padded.isfinite().all()
+
+
+def test_padding_uses_no_expert(tmp_path):
+    make_model(tmp_path, "qwen3_moe")
+    decoder = load_decoder(tmp_path)
+    routings = []
+    for layer in decoder.moe_layers().values():
+        route = layer.backend.route
+
+        def watch(*args, route=route):
+            routings.append(route(*args))
+            return routings[-1]
+
+        layer.backend = SimpleNamespace(begin=layer.backend.begin, route=watch)
+    Session(decoder, 1, 16).step([(0, [5, 6, 7])], num_padding=4)
+    assert len(routings) == 3
+    assert all(bool((r.ids_TK[:3] >= 0).all()) and bool((r.ids_TK[3:] == -1).all()) for r in routings)
 
 
 def test_windows_give_several_problems(tmp_path):

@@ -157,6 +157,12 @@ def test_index_decides_which_files_are_read(tmp_path):
     load_decoder(tmp_path)
 
 
+def test_one_file_with_the_usual_name_is_enough(tmp_path):
+    make_model(tmp_path, "llama")
+    (tmp_path / "adapter.safetensors").write_bytes(b"not read")
+    load_decoder(tmp_path)
+
+
 def test_no_safetensors(tmp_path):
     make_model(tmp_path, "llama")
     (tmp_path / SINGLE).rename(tmp_path / "consolidated.safetensors")

@@ -29,7 +29,9 @@ def test_folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["", "/no/such/folder", "./nowhere", "~/nothing/here", "a/b/c", "two words", "../x"]
 )
-def test_neither_folder_nor_id(name):
+def test_neither_folder_nor_id(name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ValueError, match=r"no such folder.*demo, smollm2, or an id"):
         resolve_model(name)
 
