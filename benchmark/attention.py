@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
+from minisgl.attention.flashinfer import FlashInferAttention
 from minisgl.attention.torch_sdpa import TorchAttention
 from minisgl.attention.triton_paged import (
     DecodeTile,
@@ -40,6 +41,7 @@ CUDA = torch.device("cuda")
 ROTATED_BYTES = 512 * 2**20  # ten times the L2 cache of an H200
 MAX_ROTATIONS = 64
 MAX_CALLS_A_GRAPH = 64
+PEERS = {"torch (dense)": "torch_dense_us", "flashinfer": "flashinfer_us"}
 TOLERANCE = 4e-2  # bf16 outputs of unit variance: two roundings
 
 
@@ -164,13 +166,23 @@ def dense_torch_us(pool: Pool, work: Work) -> float | None:
     return graph_us(calls)[0]
 
 
+def flashinfer_us(pool: Pool, work: Work, batches: list[AttentionBatch], q_THC: torch.Tensor) -> float | None:
+    """FlashInfer on the same pages, one planned wrapper a batch; None where it is not installed."""
+    if FlashInferAttention().supports(pool.problem, CUDA) is not None:
+        return None
+    check(FlashInferAttention(), pool, batches[0], q_THC)
+    calls = [backend_calls(FlashInferAttention(), pool, work, [batch], q_THC)[0] for batch in batches[:16]]
+    return graph_us(calls)[0]
+
+
 def measure(pool: Pool, work: Work, bandwidth: float, shape: str, with_peer: bool) -> dict[str, Any]:
     """Check and time one case; what is worth a record."""
     problem, backend = pool.problem, TritonAttention()
     batches, q_THC = pool.batches(work), pool.queries(work)
     error = check(backend, pool, batches[0], q_THC)
     median, low, high = graph_us(backend_calls(backend, pool, work, batches, q_THC))
-    peer = dense_torch_us(pool, work) if with_peer else None
+    dense = dense_torch_us(pool, work) if with_peer else None
+    paged = flashinfer_us(pool, work, batches, q_THC) if with_peer else None
     limits = limits_of(CUDA)
     rows = work.q_len * problem.group_size
     tile = (
@@ -188,7 +200,8 @@ def measure(pool: Pool, work: Work, bandwidth: float, shape: str, with_peer: boo
         "bytes": work.num_bytes(problem),
         "bandwidth_percent": round(100 * work.num_bytes(problem) / (median * 1e-6) / bandwidth, 1),
         "tflops": round(work.flops(problem) / median / 1e6, 1),
-        "torch_dense_us": None if peer is None else round(peer, 2),
+        "torch_dense_us": None if dense is None else round(dense, 2),
+        "flashinfer_us": None if paged is None else round(paged, 2),
         "max_error": error,
         "rotations": len(batches),
     }
@@ -196,10 +209,10 @@ def measure(pool: Pool, work: Work, bandwidth: float, shape: str, with_peer: boo
 
 def row(record: dict[str, Any]) -> str:
     """One line of the table."""
-    peer = record["torch_dense_us"]
+    peers = [f"{name} {record[key]:.1f} us" for name, key in PEERS.items() if record[key] is not None]
     return (
-        f"{record['shape']:14} {record['case']:34} {record['us']:9.1f} us  {record['bandwidth_percent']:5.1f} % HBM  "
-        f"{record['tflops']:6.1f} TFLOP/s  torch dense {'-' if peer is None else f'{peer:.1f} us':>12}"
+        f"{record['shape']:14} {record['case']:32} {record['us']:9.1f} us  {record['bandwidth_percent']:5.1f} % HBM  "
+        f"{record['tflops']:6.1f} TFLOP/s  {', '.join(peers)}"
     )
 
 
@@ -286,7 +299,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=numbers, default="1024,4096,16384")
     parser.add_argument("--prefill", type=numbers, default="2048,8192", help='prompt lengths; "" for none')
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--no-peer", action="store_true", help="skip PyTorch's dense attention")
+    parser.add_argument("--no-peer", action="store_true", help="time this backend alone")
     parser.add_argument(
         "--sweep", action="store_true", help="try tiles instead of measuring the default ones"
     )

@@ -13,6 +13,7 @@ from minisgl.attention.base import (
     AttentionProblem,
     LayerCache,
 )
+from minisgl.attention.flashinfer import FlashInferAttention
 from minisgl.attention.torch_sdpa import TorchAttention
 
 __all__ = [
@@ -24,9 +25,12 @@ __all__ = [
     "make_attention",
 ]
 
-ATTENTION_NAMES = ("auto", "sdpa", "triton")
+ATTENTION_NAMES = ("auto", "sdpa", "triton", "flashinfer")
 
-_MAKERS: dict[str, Callable[[], AttentionBackend]] = {"sdpa": TorchAttention}
+_MAKERS: dict[str, Callable[[], AttentionBackend]] = {
+    "sdpa": TorchAttention,
+    "flashinfer": FlashInferAttention,
+}
 _MISSING: dict[str, str] = {}
 
 # Triton exists on Linux only; everything else must still import.

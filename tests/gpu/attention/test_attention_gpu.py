@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl.attention import AttentionBatch, AttentionProblem, LayerCache, make_attention
+from minisgl.attention.flashinfer import FlashInferAttention
 from minisgl.attention.reference import Case, max_error, random_case
 from minisgl.attention.torch_sdpa import TorchAttention
 from minisgl.attention.triton_paged import TritonAttention
@@ -136,6 +137,17 @@ def test_no_tokens_then_a_normal_call():
     assert out.shape == (0, 32, 128)
     case.cache.write(case.q_THC[:0, :4], case.q_THC[:0, :4], zero.long())
     assert max_error(run(case, backend), case, expected(case)) < TOLERANCE[torch.bfloat16]
+
+
+def test_flashinfer_equals_sdpa():
+    problem = make_problem()
+    reason = FlashInferAttention().supports(problem, CUDA)
+    if reason is not None:
+        pytest.skip(reason)
+    for lens in (DECODE, EXTEND):
+        case, backend = random_case(problem, lens, CUDA, slack=2), FlashInferAttention()
+        out = backend.forward(case.q_THC, case.cache, case.batch, backend.plan(problem, case.batch), problem)
+        assert max_error(out, case, expected(case)) < TOLERANCE[torch.bfloat16]
 
 
 def test_auto_is_triton_here_and_falls_back_where_it_cannot_serve():

@@ -158,7 +158,7 @@ def test_store_writes_strided_rows_at_their_slots_and_nowhere_else():
 
 def test_refusals():
     with pytest.raises(
-        ValueError, match=r"interpreter multiplies bfloat16 wrongly.*Alternatives: auto, sdpa"
+        ValueError, match=r"interpreter multiplies bfloat16 wrongly.*Alternatives: auto, sdpa, flashinfer"
     ):
         make_attention("triton", make_problem(dtype=torch.bfloat16), CPU)
     with pytest.raises(ValueError, match="head_dim 320 is above 256"):

@@ -134,7 +134,7 @@ def test_the_loop_itself_is_softmax_attention():
 def test_refusals_say_reason_and_alternatives():
     with pytest.raises(ValueError, match=r"unknown attention backend 'fast'.*auto.*sdpa"):
         make_attention("fast", make_problem(), CPU)
-    with pytest.raises(ValueError, match=r"cannot be used.*int32.*Alternatives: auto, triton"):
+    with pytest.raises(ValueError, match=r"cannot be used.*int32.*Alternatives: auto, triton, flashinfer"):
         make_attention("sdpa", make_problem(dtype=torch.int32), CPU)
     with pytest.raises(ValueError, match="multiple of num_kv_heads"):
         make_problem(num_heads=5)
