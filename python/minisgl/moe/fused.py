@@ -156,22 +156,19 @@ class FusedStep:
         problem, choice, buffers, slab = self.problem, self.choice, self.buffers, placement.slab
         buffers.check_room(self.num_routes, slab.num_slots, choice.block_m)
         launch.align(placement.slots_TK, slab.num_slots, choice.block_m, self.num_waves == 0, buffers)
-        if problem.format in FP8_FORMATS and self.num_waves == 0:
-            self._quantize(self.x_TD, buffers.x_codes_TD, buffers.x_scale_T, problem.num_tokens, 0)
+        fp8, interpreted = problem.format in FP8_FORMATS, not self.x_TD.is_cuda
+        if fp8 and self.num_waves == 0 and interpreted:
+            _quantize_interpreted(self.x_TD, buffers.x_codes_TD, buffers.x_scale_T)
+        elif fp8 and self.num_waves == 0:
+            launch.quantize_rows(
+                self.x_TD, buffers.x_codes_TD, buffers.x_scale_T, problem.num_tokens, buffers, 0
+            )
         launch.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
-        if problem.format in FP8_FORMATS:
-            positions = max_blocks(self.num_routes, slab.num_slots, choice.block_m) * choice.block_m
-            codes, scale = buffers.activated_codes_PF, buffers.activated_scale_P
-            self._quantize(buffers.activated_PF, codes, scale, positions, choice.block_m)
+        if fp8 and interpreted:
+            _quantize_interpreted(buffers.activated_PF, buffers.activated_codes_PF, buffers.activated_scale_P)
+        elif fp8:
+            launch.quantize_activated(slab, problem, choice, buffers)
         launch.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
-
-    def _quantize(
-        self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, num_rows: int, block_m: int
-    ) -> None:
-        if x.is_cuda:
-            launch.quantize_rows(x, codes, scale, num_rows, self.buffers, block_m)
-        else:  # the interpreter's conversion to fp8 loses a carry
-            codes[:num_rows], scale[:num_rows] = quantize_rows_torch(x[:num_rows])
 
     def finish(self) -> torch.Tensor:
         if self.finished or self.num_routes == 0:
@@ -180,6 +177,11 @@ class FusedStep:
             return self.y_TD.zero_()
         launch.reduce(self.rows_RD, self.weights_TK, self.buffers, self.y_TD)
         return self.y_TD
+
+
+def _quantize_interpreted(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """In the interpreter, whose conversion to fp8 loses a carry, the definition stands in for the kernel."""
+    codes[: len(x)], scale[: len(x)] = quantize_rows_torch(x)
 
 
 def quantize_rows_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import triton.language as tl
 from minisgl.moe.kernels.dependent import start_next, wait_for_previous
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "num_slots"])
 def align_kernel(
     slots_R,  # int32 [R], -1: not here
     sorted_R,  # out int32 [capacity]: route numbers, padded with R

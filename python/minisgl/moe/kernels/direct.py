@@ -21,17 +21,21 @@ _MXFP4_LIFT = tl.constexpr(1.2676506002282294e30)  # 2^100
 
 
 @triton.jit
-def _nibble_as_float(words, BIT: tl.constexpr, FORMAT: tl.constexpr):
-    """The nibble at BIT of int32 words as float32: 16 + code for int4, value * 2^-126 for mxfp4. No conversion
-    instruction: the bits are moved into place. words must be uint32."""
+def _nibble_as_float(words, BIT: tl.constexpr, ZERO: tl.constexpr, FORMAT: tl.constexpr):
+    """The nibble at BIT of uint32 words as float32: code - ZERO for int4, value * 2^-126 for mxfp4.
+
+    No conversion instruction: the bits are moved into place. Subtracting ZERO once from the sum of products would
+    be one instruction a weight less, but then a channel of zeros would no longer give exactly zero.
+    """
     if FORMAT == "mxfp4":
         sign = words << (28 - BIT)
         magnitude = words << (22 - BIT) if BIT <= 22 else words >> (BIT - 22)
-        bits = (sign & 0x80000000) | (magnitude & 0x01C00000)
+        value = ((sign & 0x80000000) | (magnitude & 0x01C00000)).to(tl.float32, bitcast=True)
     else:
         moved = words << (19 - BIT) if BIT <= 19 else words >> (BIT - 19)
-        bits = (moved & 0x00780000) | 0x41800000
-    return bits.to(tl.float32, bitcast=True)
+        value = ((moved & 0x00780000) | 0x41800000).to(tl.float32, bitcast=True)  # 16 + code
+        value -= 16 + ZERO
+    return value
 
 
 @triton.jit
@@ -47,10 +51,11 @@ def _group_scale(scales, offset, FORMAT: tl.constexpr):
     if FORMAT == "mxfp4":
         bits = (scale.to(tl.int32) + 26) << 23  # 2^(s - 127 + 126 - 100)
         return tl.where(scale == 255, float("nan"), bits.to(tl.float32, bitcast=True))
-    return scale.to(tl.float32)
+    else:
+        return scale.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes"])
 def direct_gate_up_kernel(
     x_TD,
     weights,
@@ -169,23 +174,23 @@ def _packed_row_sums(
                 x_i = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
             if FORMAT == "mxfp4":
                 x_i *= _MXFP4_LIFT
-            sums += _nibble_as_float(packed, 8 * (i % 4) + 4 * (i // 4), FORMAT) * x_i[None, :]
+            sums += (
+                _nibble_as_float(packed, 8 * (i % 4) + 4 * (i // 4), 0 if HAS_ZERO else 8, FORMAT)
+                * x_i[None, :]
+            )
             x_sum += x_i
         vector_sums = tl.sum(sums.reshape(BLOCK_N, VECTORS, 4), 2)
         vector = word0 // 4 + tl.arange(0, VECTORS)
         offset = n[:, None] * stride_scale_n + tl.minimum(vector * 32, K - 32)[None, :] // GROUP
         scale = _group_scale(scales, offset, FORMAT)
-        if FORMAT == "int4":
+        if HAS_ZERO:
             vector_x = tl.sum(x_sum.reshape(VECTORS, 4), 1)[None, :]
-            if HAS_ZERO:
-                vector_sums -= (tl.load(zeros + offset).to(tl.float32) + 16.0) * vector_x
-            else:
-                vector_sums -= 24.0 * vector_x
+            vector_sums -= tl.load(zeros + offset).to(tl.float32) * vector_x
         acc += vector_sums * scale
     return tl.sum(acc, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_n"])
 def direct_down_kernel(
     activated_RF,
     weights,
@@ -303,15 +308,14 @@ def _packed_expert_sums(
             x_i = tl.load(x + _word_columns(word, i)[None, :], mask=inside, other=0.0).to(tl.float32)
             if FORMAT == "mxfp4":
                 x_i *= _MXFP4_LIFT
-            sums += _nibble_as_float(packed, 8 * (i % 4) + 4 * (i // 4), FORMAT) * x_i[:, None, :]
+            sums += (
+                _nibble_as_float(packed, 8 * (i % 4) + 4 * (i // 4), 0 if HAS_ZERO else 8, FORMAT)
+                * x_i[:, None, :]
+            )
             x_sum += x_i
         vector_sums = tl.sum(sums.reshape(CHOICES, BLOCK_N, VECTORS, 4), 3)
-        if FORMAT == "int4":
+        if HAS_ZERO:
             vector_x = tl.sum(x_sum.reshape(CHOICES, VECTORS, 4), 2)[:, None, :]
-            if HAS_ZERO:
-                zero = tl.load(zeros[:, :, None] + group[None, None, :]).to(tl.float32)
-                vector_sums -= (zero + 16.0) * vector_x
-            else:
-                vector_sums -= 24.0 * vector_x
+            vector_sums -= tl.load(zeros[:, :, None] + group[None, None, :]).to(tl.float32) * vector_x
         acc += vector_sums * scale
     return tl.sum(acc, 2)

@@ -23,10 +23,11 @@ def _program_blocks(num_m, num_n, GROUP_M: tl.constexpr):
     pid = tl.program_id(0)
     if GROUP_M == 1:
         return pid // num_n, pid % num_n
-    group = pid // (GROUP_M * num_n)
-    size = min(num_m - group * GROUP_M, GROUP_M)
-    within = pid % (GROUP_M * num_n)
-    return group * GROUP_M + within % size, within // size
+    else:
+        group = pid // (GROUP_M * num_n)
+        size = min(num_m - group * GROUP_M, GROUP_M)
+        within = pid % (GROUP_M * num_n)
+        return group * GROUP_M + within % size, within // size
 
 
 @triton.jit
@@ -34,14 +35,16 @@ def _dot(acc, x, w, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     """acc + x w^T with x [BLOCK_M, k] and w [BLOCK_N, k]; its transpose if SWAP."""
     if SWAP:
         return tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-    return tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _load_x(x_rows, k, K: tl.constexpr, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(x_rows + k[None, :])
-    return tl.load(x_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+    else:
+        return tl.load(x_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -53,11 +56,12 @@ def _load_w(
     (TMA: are zero); their columns are never stored."""
     if TMA:
         return weights.load([slot, first_n, k0]).reshape(BLOCK_N, STEP)
-    k = k0 + tl.arange(0, STEP)
-    pointers = weights + slot.to(tl.int64) * stride_s + n[:, None] * COLS + k[None, :]
-    if EVEN_K:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=(k < COLS)[None, :], other=0.0)
+    else:
+        k = k0 + tl.arange(0, STEP)
+        pointers = weights + slot.to(tl.int64) * stride_s + n[:, None] * COLS + k[None, :]
+        if EVEN_K:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=(k < COLS)[None, :], other=0.0)
 
 
 @triton.jit
@@ -67,7 +71,8 @@ def _group_params(params, n, k0, stride_n, K: tl.constexpr, GROUP: tl.constexpr,
     pointers = params + n[:, None] * stride_n + g[None, :]
     if K % (GROUP * GROUPS) == 0:
         return tl.load(pointers)[:, :, None]
-    return tl.load(pointers, mask=(g * GROUP < K)[None, :], other=0.0)[:, :, None]
+    else:
+        return tl.load(pointers, mask=(g * GROUP < K)[None, :], other=0.0)[:, :, None]
 
 
 @triton.jit
@@ -93,15 +98,18 @@ def _accumulate(
                 zero = _group_params(zeros, n, k0, stride_scale_n, K, GROUP, GROUPS).to(tl.float32)
             low, high = unpack_int4(packed, scale.to(tl.float32), zero, x0.dtype, ASM)
         acc = _dot(acc, x0, low.reshape(BLOCK_N, STEP), SWAP, PRECISION)
-        return _dot(acc, x1, high.reshape(BLOCK_N, STEP), SWAP, PRECISION)
-    w = _load_w(weights, slot, first_n, n, k0, stride_s, K, BLOCK_N, BLOCK_K, EVEN_K, TMA)
-    if FORMAT == "int8":
-        w = widen_int8(w, x0.dtype, ASM)
-    if FORMAT == "fp8_block":
-        scale = tl.load(scales + scale_n * stride_scale_n + k0 // 128)
-        part = _dot(None, x0, w, SWAP, PRECISION)
-        return acc + part * (scale[:, None] if SWAP else scale[None, :])
-    return _dot(acc, x0, w, SWAP, PRECISION)
+        acc = _dot(acc, x1, high.reshape(BLOCK_N, STEP), SWAP, PRECISION)
+    else:
+        w = _load_w(weights, slot, first_n, n, k0, stride_s, K, BLOCK_N, BLOCK_K, EVEN_K, TMA)
+        if FORMAT == "int8":
+            w = widen_int8(w, x0.dtype, ASM)
+        if FORMAT == "fp8_block":
+            scale = tl.load(scales + scale_n * stride_scale_n + k0 // 128)
+            part = _dot(None, x0, w, SWAP, PRECISION)
+            acc += part * (scale[:, None] if SWAP else scale[None, :])
+        else:
+            acc = _dot(acc, x0, w, SWAP, PRECISION)
+    return acc
 
 
 @triton.jit
@@ -119,14 +127,15 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
     """`moe.base.activate` on float32 tiles."""
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
-    if ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    gate = tl.minimum(gate, 7.0)
-    up = tl.minimum(tl.maximum(up, -7.0), 7.0)
-    return (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        if ACTIVATION == "gelu":
+            return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "grid_m"])
 def gate_up_kernel(
     x_TD,
     x_scale_T,  # float32, fp8 only
@@ -224,7 +233,7 @@ def gate_up_kernel(
         tl.store(out, row, mask=(n < F)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_routes", "grid_m"])
 def down_kernel(
     activated_PF,
     activated_scale_P,  # float32, fp8 only

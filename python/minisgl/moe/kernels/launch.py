@@ -26,6 +26,11 @@ RANK_MAX_TOKENS = 64  # up to here the router's latency counts, above its work
 RANK_MAX_EXPERTS = 256
 
 
+def on_cuda(device: torch.device) -> bool:
+    """Whether kernels are compiled (not interpreted), so that they may hold PTX."""
+    return device.type == "cuda"
+
+
 @lru_cache
 def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -107,7 +112,7 @@ def _grouped_constants(tiles: Tiles, block_m: int, dtype: torch.dtype, device: t
         "GROUP_M": tiles.group_m,
         "SWAP": tiles.swap,
         "TMA": tiles.tma,
-        "ASM": dtype == torch.bfloat16 and device.type == "cuda",
+        "ASM": dtype == torch.bfloat16 and on_cuda(device),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
@@ -183,6 +188,14 @@ def quantize_rows(
         num_warps=4 if width <= 4096 else 8,
         **_pdl(x.device),
     )
+
+
+def quantize_activated(slab: Slab, problem: Problem, choice: Choice, buffers: Buffers) -> None:
+    """fp8 codes of the activated rows, padding included, for the grouped down kernel."""
+    num_routes = problem.num_tokens * problem.top_k
+    positions = max_blocks(num_routes, slab.num_slots, choice.block_m) * choice.block_m
+    codes, scale = buffers.activated_codes_PF, buffers.activated_scale_P
+    quantize_rows(buffers.activated_PF, codes, scale, positions, buffers, choice.block_m)
 
 
 def gate_up(

@@ -15,7 +15,9 @@ import triton.language as tl
 
 # Four bytes -> four low and four high nibbles: spread to halfwords, or into 128.0, add -(128 + zero), times scale.
 _INT4_ASM = tl.constexpr("""{
-.reg .b32 a, b;
+.reg .b32 a, b, one, nz;
+mov.b32 one, 0x3F803F80;
+mov.b32 nz, 0x80008000;
 prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
 lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
@@ -24,20 +26,22 @@ shr.u32 a, a, 4;
 shr.u32 b, b, 4;
 lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
 lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, $0, 0x3F803F80, $7;
-fma.rn.bf16x2 $1, $1, 0x3F803F80, $7;
-fma.rn.bf16x2 $2, $2, 0x3F803F80, $7;
-fma.rn.bf16x2 $3, $3, 0x3F803F80, $7;
-fma.rn.bf16x2 $0, $0, $5, 0x80008000;
-fma.rn.bf16x2 $1, $1, $5, 0x80008000;
-fma.rn.bf16x2 $2, $2, $5, 0x80008000;
-fma.rn.bf16x2 $3, $3, $5, 0x80008000;
+fma.rn.bf16x2 $0, $0, one, $7;
+fma.rn.bf16x2 $1, $1, one, $7;
+fma.rn.bf16x2 $2, $2, one, $7;
+fma.rn.bf16x2 $3, $3, one, $7;
+fma.rn.bf16x2 $0, $0, $5, nz;
+fma.rn.bf16x2 $1, $1, $5, nz;
+fma.rn.bf16x2 $2, $2, $5, nz;
+fma.rn.bf16x2 $3, $3, $5, nz;
 }""")
 
 # E2M1 bits moved to where bf16 has its sign, two lowest exponent bits and highest mantissa bit; 2^126 (0x7E80) makes up
 # for the different exponent bias, subnormals included.
 _MXFP4_ASM = tl.constexpr("""{
-.reg .b32 a, b, s, m;
+.reg .b32 a, b, s, m, nz, lift;
+mov.b32 nz, 0x80008000;
+mov.b32 lift, 0x7E807E80;
 prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
 shl.b32 s, a, 12;
@@ -56,27 +60,28 @@ shl.b32 s, b, 8;
 shl.b32 m, b, 2;
 and.b32 m, m, 0x01C001C0;
 lop3.b32 $3, s, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 $0, $0, 0x7E807E80, 0x80008000;
-fma.rn.bf16x2 $1, $1, 0x7E807E80, 0x80008000;
-fma.rn.bf16x2 $2, $2, 0x7E807E80, 0x80008000;
-fma.rn.bf16x2 $3, $3, 0x7E807E80, 0x80008000;
-fma.rn.bf16x2 $0, $0, $5, 0x80008000;
-fma.rn.bf16x2 $1, $1, $5, 0x80008000;
-fma.rn.bf16x2 $2, $2, $5, 0x80008000;
-fma.rn.bf16x2 $3, $3, $5, 0x80008000;
+fma.rn.bf16x2 $0, $0, lift, nz;
+fma.rn.bf16x2 $1, $1, lift, nz;
+fma.rn.bf16x2 $2, $2, lift, nz;
+fma.rn.bf16x2 $3, $3, lift, nz;
+fma.rn.bf16x2 $0, $0, $5, nz;
+fma.rn.bf16x2 $1, $1, $5, nz;
+fma.rn.bf16x2 $2, $2, $5, nz;
+fma.rn.bf16x2 $3, $3, $5, nz;
 }""")
 
 # Eight bits don't fit the seven of bf16's mantissa: (128 + low seven bits) - (128 or 256, by the sign bit) is exact.
 _INT8_ASM = tl.constexpr("""{
-.reg .b32 a, b, s, t;
+.reg .b32 a, b, s, t, minus;
+mov.b32 minus, 0xBF80BF80;
 prmt.b32 a, $2, 0, 0x4140;
 prmt.b32 b, $2, 0, 0x4342;
 lop3.b32 s, a, 0x00800080, 0x43004300, 0xEA;
 lop3.b32 t, b, 0x00800080, 0x43004300, 0xEA;
 lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
 lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, s, 0xBF80BF80, a;
-fma.rn.bf16x2 $1, t, 0xBF80BF80, b;
+fma.rn.bf16x2 $0, s, minus, a;
+fma.rn.bf16x2 $1, t, minus, b;
 }""")
 
 
@@ -87,7 +92,8 @@ def widen_int8(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             _INT8_ASM, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
         )
-    return codes.to(DTYPE)
+    else:
+        return codes.to(DTYPE)
 
 
 @triton.jit
@@ -115,9 +121,10 @@ def unpack_int4(packed, scale, zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    low = ((packed & 15).to(tl.float32) - zero) * scale
-    high = ((packed >> 4).to(tl.float32) - zero) * scale
-    return low.to(DTYPE), high.to(DTYPE)
+    else:
+        low = ((packed & 15).to(tl.float32) - zero) * scale
+        high = ((packed >> 4).to(tl.float32) - zero) * scale
+        return low.to(DTYPE), high.to(DTYPE)
 
 
 @triton.jit
@@ -136,7 +143,8 @@ def unpack_mxfp4(packed, exponent, DTYPE: tl.constexpr, ASM: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    scale = tl.exp2(exponent.to(tl.float32) - 127.0)
-    low = e2m1_value((packed & 15).to(tl.int32)) * scale
-    high = e2m1_value((packed >> 4).to(tl.int32)) * scale
-    return low.to(DTYPE), high.to(DTYPE)
+    else:
+        scale = tl.exp2(exponent.to(tl.float32) - 127.0)
+        low = e2m1_value((packed & 15).to(tl.int32)) * scale
+        high = e2m1_value((packed >> 4).to(tl.int32)) * scale
+        return low.to(DTYPE), high.to(DTYPE)
