@@ -11,7 +11,7 @@ one memory pool, so they are captured from the largest down: the smaller ones li
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,9 +30,13 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Captured:
+    """A graph with its input and output. step: the captured function, kept only because it owns every tensor that the graph
+    reads and writes; dropped, their memory would be given to others while the graph still points at it."""
+
     graph: torch.cuda.CUDAGraph
     buffer: torch.Tensor
     logits_SV: torch.Tensor
+    step: Callable[[], torch.Tensor]
 
 
 class DecodeGraphs:
@@ -116,4 +120,4 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
             logits_SV = step()
-        return _Captured(graph, buffer, logits_SV)
+        return _Captured(graph, buffer, logits_SV, step)
