@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -110,3 +111,11 @@ def server(start_server) -> Iterator[Server]:
     """The server that most tests share."""
     with start_server(server={"tool_parser": "hermes", "reasoning_parser": "think"}) as running:
         yield running
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

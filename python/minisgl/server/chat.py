@@ -105,14 +105,12 @@ def forced_call(
     if isinstance(body.tool_choice, NamedToolChoice):
         name = body.tool_choice.function.name
         tool = next(t for t in tools if t.function.name == name)
-        return tool.function.parameters or {"type": "object"}, functools.partial(NamedCallParser, name)
+        return _parameters(tool), functools.partial(NamedCallParser, name)
     if body.tool_choice != "required":
         return None
     calls = []
     for index, tool in enumerate(tools):
-        parameters = rebased(
-            tool.function.parameters or {"type": "object"}, f"#/items/anyOf/{index}/properties/parameters"
-        )
+        parameters = rebased(_parameters(tool), f"#/items/anyOf/{index}/properties/parameters")
         calls.append(
             {
                 "type": "object",
@@ -124,6 +122,11 @@ def forced_call(
     if body.parallel_tool_calls is False:
         schema["maxItems"] = 1
     return schema, JsonListParser
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments; a function that names no parameters takes none."""
+    return tool.function.parameters or {"type": "object", "properties": {}}
 
 
 def rebased(schema: Any, base: str) -> Any:
@@ -153,7 +156,7 @@ async def render_prompt(service: Service, body: ChatCompletionRequest, tools: li
         options["continue_final_message"] = True
         generate = False
     specs = [tool.model_dump(exclude_none=True) for tool in tools]
-    return await service.pool.render(messages, specs or None, add_generation_prompt=generate, **options)
+    return await service.pool.render(messages, specs or None, generate, options)
 
 
 async def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Job:

@@ -6,6 +6,7 @@ answer is known beforehand, a test can make a "model" say anything: reasoning, t
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,10 +25,10 @@ _LAYERS, _EXPERTS = 8, 32  # of the expert map shown by the live view
 class NullOptions:
     """How the stand-in behaves.
 
-    step_seconds: time from one step to the next. load_seconds: time before it is ready. separator: token id
-    in the prompt after which nothing is said back. eos_token_id: ends each answer. fail_token: a prompt with
-    this token makes the step raise, which is how engine death is tested. preferred: tokens tried first under
-    a grammar, so that strings and lists get closed.
+    step_seconds: time from one step to the next. load_file: it is ready once this file exists. separator:
+    token id in the prompt after which nothing is said back. eos_token_id: ends each answer. fail_token: a
+    prompt with this token makes the step raise, which is how engine death is tested. preferred: tokens tried
+    first under a grammar, so that strings and lists get closed.
     """
 
     max_model_len: int = 4096
@@ -35,7 +36,7 @@ class NullOptions:
     num_pages: int = 16384
     max_running: int = 256
     step_seconds: float = 0.0
-    load_seconds: float = 0.0
+    load_file: str | None = None
     separator: int | None = None
     eos_token_id: int | None = None
     fail_token: int | None = None
@@ -221,8 +222,9 @@ class NullEngine:
     tokenizer_path: str | None = None
 
     def __call__(self) -> tuple[NullScheduler, EngineFacts]:
-        """Build it, after the loading time asked for."""
-        time.sleep(self.options.load_seconds)
+        """Build it, once it may."""
+        while self.options.load_file is not None and not os.path.exists(self.options.load_file):
+            time.sleep(0.01)
         facts = EngineFacts(self.options.max_model_len, self.options.vocab_size, _LAYERS, _EXPERTS)
         return NullScheduler(self.options, self._constraint if self.tokenizer_path else None), facts
 

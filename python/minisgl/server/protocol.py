@@ -8,7 +8,7 @@ Ranges of sampling parameters are checked once, in `core.SamplingParams`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,10 +75,19 @@ class SamplingBody(Body):
     user: str | None = None
 
 
+# Left to right and failing at the first wrong item: a prompt of a million ids must not be reported a million
+# times.
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+Prompt = Annotated[
+    str | _Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)],
+    Field(union_mode="left_to_right"),
+]
+
+
 class CompletionRequest(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -191,7 +200,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _Ids
 
 
 class AbortRequest(Body):

@@ -143,6 +143,7 @@ class GrammarConstraint:
     def __init__(self, matcher: Any, end_tokens: frozenset[int]):
         self._matcher = matcher
         self._end_tokens = end_tokens
+        self._dry = False  # no token at all can follow: a grammar whose rules never come to an end
         self.terminated = False
 
     def fill_bitmask(self, bitmask_row: Any) -> None:
@@ -150,13 +151,17 @@ class GrammarConstraint:
         allowed.
         """
         self._matcher.fill_next_token_bitmask(bitmask_row.view(1, -1))
-        if not bool(bitmask_row.any()):
+        self._dry = not bool(bitmask_row.any())
+        if self._dry:
             for token in self._end_tokens:
                 word, bit = divmod(token, 32)
                 bitmask_row[word] |= (1 << bit) - (1 << 32) * (bit == 31)  # bit 31 is the sign
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False if the grammar does not allow it."""
+        if self._dry:
+            self.terminated = token_id in self._end_tokens
+            return self.terminated
         accepted = bool(self._matcher.accept_token(token_id))
         self.terminated = bool(self._matcher.is_terminated())
         return accepted

@@ -71,13 +71,15 @@ class TokenizerPool:
         return ids
 
     async def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: dict[str, Any],
     ) -> str:
         """The prompt text of a conversation; see `Tokenizer.render_chat`."""
-        generate = options.pop("add_generation_prompt", True)
-        return await self.run(
-            self.tokenizer.render_chat, messages, tools, generate, self.chat_template, options
-        )
+        render, template = self.tokenizer.render_chat, self.chat_template
+        return await self.run(render, messages, tools, add_generation_prompt, template, options)
 
     def close(self) -> None:
         """End the threads."""
