@@ -41,7 +41,9 @@ def outputs(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def load(oracle: Oracle, **options: object) -> LLM:
-    return LLM(str(oracle.folder), device="cpu", dtype="float32", num_pages=options.pop("num_pages", 1500), **options)
+    return LLM(
+        str(oracle.folder), device="cpu", dtype="float32", num_pages=options.pop("num_pages", 1500), **options
+    )
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(7, 1), (64, 16)])
