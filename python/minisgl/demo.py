@@ -19,6 +19,9 @@ SHADES = " ░▒▓█"
 
 def run_demo(llm: LLM, console: Console, max_tokens: int = 96) -> None:
     """Two completions, streamed; then speed, experts used per layer, and where to go from here."""
+    llm.generate(list(PROMPTS), SamplingParams(max_tokens=4, ignore_eos=True))  # kernels compile at their first call
+    if llm.trace is not None:
+        llm.trace.clear()
     seconds, tokens = 0.0, 0
     for seed, prompt in enumerate(PROMPTS):
         console.print(f"\n[bold cyan]{prompt}[/]", end="", highlight=False)

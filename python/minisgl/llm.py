@@ -28,6 +28,7 @@ Prompt = str | Sequence[int]
 class _Running:
     """Text and tokens of one request as they arrive."""
 
+    request_id: str
     prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
@@ -39,9 +40,10 @@ class _Running:
     finish_reason: FinishReason | None = None
     num_cached: int = 0
     error: str | None = None
+    num_taken: int = 0  # characters of text that `take_text` gave out
 
-    def take(self, output: StepOutput) -> str:
-        """Add one step's token; returns the text that became certain. Sets finish_reason where a stop string ends it."""
+    def take(self, output: StepOutput) -> None:
+        """Add one step's token and the text that it makes certain. Sets finish_reason where a stop string ends it."""
         piece = ""
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
@@ -58,6 +60,11 @@ class _Running:
                 piece += self.stops.feed(self.detokenizer.finish()) + self.stops.finish()
             self.finish_reason, self.error = output.finish_reason, output.error
         self.text += piece
+
+    def take_text(self) -> str:
+        """Text that became certain since the last call."""
+        piece = self.text[self.num_taken :]
+        self.num_taken = len(self.text)
         return piece
 
     def result(self) -> RequestOutput:
@@ -94,6 +101,7 @@ class LLM:
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             self.tokenizer = Tokenizer.load(str(folder))
         self._ids = itertools.count()
+        self._live: dict[str, _Running] = {}
 
     @property
     def config(self) -> EngineConfig:
@@ -132,35 +140,55 @@ class LLM:
             raise ValueError(
                 f"{len(items)} prompts, but {len(params)} sampling parameters: give one for all or one each"
             )
-        added: dict[str, int] = {}
         states: list[_Running] = []
         try:
             for index, (prompt, one) in enumerate(zip(items, params)):
-                request_id, state = self._start(prompt, one)
-                added[request_id] = index
-                states.append(state)
-        except ValueError as error:
-            self._abandon(added)
-            raise ValueError(f"prompt {len(states)}: {error}") from None
-        self._run(added, states, on_text)
+                try:
+                    states.append(self._start(prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from None
+            while any(state.finish_reason is None for state in states):
+                self._step()
+                for index, state in enumerate(states):
+                    piece = state.take_text()
+                    if piece and on_text is not None:
+                        on_text(index, piece)
+        finally:
+            self._leave(states)
         return [state.result() for state in states]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Text of one prompt's continuation, in pieces as they become certain."""
-        request_id, state = self._start(prompt, params or SamplingParams())
+        """Text of one prompt's continuation, in pieces as they become certain. Several streams may be read in turns."""
+        state = self._start(prompt, params or SamplingParams())
         try:
             while state.finish_reason is None:
-                for output in self.scheduler.step():
-                    if output.request_id == request_id and state.finish_reason is None:
-                        piece = state.take(output)
-                        if piece:
-                            yield piece
+                self._step()
+                piece = state.take_text()
+                if piece:
+                    yield piece
         finally:
-            self._abandon({request_id: 0})
+            self._leave([state])
         if state.error is not None:
             raise RuntimeError(state.error)
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> tuple[str, _Running]:
+    def _step(self) -> None:
+        """One step for everybody: each output goes to the request it belongs to."""
+        for output in self.scheduler.step():
+            state = self._live.get(output.request_id)
+            if state is not None and state.finish_reason is None:
+                state.take(output)
+                if state.finish_reason is not None and output.finish_reason is None:  # by a stop string
+                    self.scheduler.abort(output.request_id)
+
+    def _leave(self, states: Sequence[_Running]) -> None:
+        """End whatever of these requests still runs; if nobody else is running, wait until all pages are back."""
+        for state in states:
+            self.scheduler.abort(state.request_id)
+            self._live.pop(state.request_id, None)
+        while not self._live and self.scheduler.has_work:
+            self.scheduler.step()
+
+    def _start(self, prompt: Prompt, params: SamplingParams) -> _Running:
         text = prompt if isinstance(prompt, str) else None
         if text is not None and self.tokenizer is None:
             raise ValueError("this model folder has no tokenizer: give token ids instead of text")
@@ -175,37 +203,15 @@ class LLM:
         request = Request(f"llm-{next(self._ids)}", tuple(int(i) for i in ids), params, eos)  # type: ignore[arg-type]
         self.scheduler.add(request)
         state = _Running(
+            request_id=request.request_id,
             prompt=text,
             prompt_ids=list(request.prompt_ids),
             params=params,
             detokenizer=self.tokenizer.detokenizer() if self.tokenizer else None,
             stops=StopMatcher(params.stop, params.include_stop_str_in_output),
         )
-        return request.request_id, state
-
-    def _run(
-        self, added: dict[str, int], states: list[_Running], on_text: Callable[[int, str], None] | None
-    ) -> None:
-        try:
-            while any(state.finish_reason is None for state in states):
-                for output in self.scheduler.step():
-                    index = added.get(output.request_id)
-                    if index is None or states[index].finish_reason is not None:
-                        continue
-                    piece = states[index].take(output)
-                    if piece and on_text is not None:
-                        on_text(index, piece)
-                    if states[index].finish_reason is not None and output.finish_reason is None:
-                        self.scheduler.abort(output.request_id)
-        finally:
-            self._abandon(added)
-
-    def _abandon(self, added: dict[str, int]) -> None:
-        """End whatever of these requests still runs, and wait until their pages are back."""
-        for request_id in added:
-            self.scheduler.abort(request_id)
-        while self.scheduler.has_work:
-            self.scheduler.step()
+        self._live[request.request_id] = state
+        return state
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

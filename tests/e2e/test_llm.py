@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ def test_the_readme_example(llm: LLM) -> None:
 def test_stream_equals_generate(llm: LLM) -> None:
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
     assert "".join(llm.stream("hello", params)) == llm.generate("hello", params)[0].text
+
+
+def test_two_streams_in_turns_do_not_disturb_each_other(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [output.text for output in llm.generate(["first", "second"], params)]
+    first, second = llm.stream("first", params), llm.stream("second", params)
+    texts = ["", ""]
+    for pieces in itertools.zip_longest(first, second, fillvalue=""):
+        texts = [text + piece for text, piece in zip(texts, pieces)]
+    assert texts == alone
 
 
 def test_an_abandoned_stream_gives_its_pages_back(llm: LLM) -> None:

@@ -86,6 +86,8 @@ class Engine:
         self.kv_pool = self._make_pool(self._num_pages())
         self._caches = self._layer_caches(self.kv_pool)
         self._graphs = self._make_graphs()
+        if self.trace is not None:
+            self.trace.clear()  # sizing ran tokens of its own
 
     # --- construction --------------------------------------------------------------------------------------------
 

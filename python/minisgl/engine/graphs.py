@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ class DecodeGraphs:
         packed[-1] = used
         return torch.from_numpy(packed)
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> _Captured:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         device, table = self._table.device, self._table
         buffer = torch.zeros(4 * size + 1, dtype=torch.int64, device=device)
         buffer[2 * size : 3 * size] = table.padding_row

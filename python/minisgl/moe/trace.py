@@ -1,9 +1,9 @@
 """Recording which experts a model uses: a backend around the real one, so that the layer need not know.
 
-    trace = RoutingTrace(num_experts=32, top_k=4)
-    layer.backend = trace.watch(layer_index, layer.backend)
-    ... run ...
-    trace.save("trace.npz")      # ids int16 [tokens, layers, K], in the order in which tokens were computed
+trace = RoutingTrace(num_experts=32, top_k=4)
+layer.backend = trace.watch(layer_index, layer.backend)
+... run ...
+trace.save("trace.npz")      # ids int16 [tokens, layers, K], in the order in which tokens were computed
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ class RoutingTrace:
         """The same backend, seen by this trace as `layer`."""
         self._ids[layer] = []
         return _Watched(backend, self._ids[layer])
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        for ids in self._ids.values():
+            ids.clear()
 
     @property
     def layers(self) -> list[int]:
