@@ -6,7 +6,14 @@ Letters: D model dim, F hidden dim, H heads, G key/value heads, C head_dim, E ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
 from minisgl.models.spec import ModelSpec
+from minisgl.moe.base import ExpertShape
+from minisgl.moe.formats import get_format
 
 
 def attention_params(spec: ModelSpec) -> int:
@@ -75,3 +82,165 @@ def num_dense_params(spec: ModelSpec) -> int:
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> int:
     """Bytes of keys and values of one token over all layers. Qwen3-30B-A3B in bf16: 98,304."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element_bytes
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model as the numbers that decide its memory: what the engine's ledger and the planner both count with.
+
+    `model_sizes` makes one from a spec; the planner also makes one from config.json of a family the engine doesn't serve.
+
+    params: weights over all layers by part, routed experts excepted (`PARTS` names them in the order to show).
+    wide_params: how many of these stay float32 whatever the dtype (correction biases of routers).
+    expert: D, F and bias of one routed expert, None for a dense model; num_experts a layer, top_k, num_sparse layers.
+    kv_elements_L: elements one token adds to each layer's cache: 2 x kv_heads x head_dim, less for compressed caches, 0 for
+    layers without one. windows_L: sliding window of each layer, None for all positions. state_elements: elements of a
+    request that do not grow with its length (linear attention).
+    """
+
+    num_layers: int
+    model_dim: int
+    hidden_dim: int
+    vocab_size: int
+    context_length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tied: bool
+    params: Mapping[str, int]
+    kv_elements_L: tuple[int, ...]
+    windows_L: tuple[int | None, ...]
+    wide_params: int = 0
+    state_elements: int = 0
+    qk_norm: bool = False
+    expert: ExpertShape | None = None
+    num_experts: int = 0
+    top_k: int = 0
+    num_sparse: int = 0
+
+    @property
+    def dense_params(self) -> int:
+        """Everything but routed experts: what is always on the device."""
+        return sum(self.params.values())
+
+    @property
+    def params_per_expert(self) -> int:
+        if self.expert is None:
+            return 0
+        width, dim = self.expert.hidden_dim, self.expert.model_dim
+        return 3 * dim * width + self.expert.bias * (2 * width + dim)
+
+    @property
+    def expert_params(self) -> int:
+        """Routed experts of all layers."""
+        return self.params_per_expert * self.num_experts * self.num_sparse
+
+    @property
+    def total_params(self) -> int:
+        return self.dense_params + self.expert_params
+
+    @property
+    def active_params(self) -> int:
+        """Weights one token meets, the whole embedding counted."""
+        return self.dense_params + self.params_per_expert * self.top_k * self.num_sparse
+
+    def dense_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the dense weights: params x itemsize, and four bytes for the few that stay float32."""
+        return self.dense_params * dtype.itemsize + self.wide_params * (4 - dtype.itemsize)
+
+    def record_bytes(self, weight_format: str, dtype: torch.dtype, group_size: int = 128) -> int:
+        """Bytes of one stored expert, scales, biases and padding included; 0 for a dense model.
+
+        weight_format: a value of --moe-expert-quantization. ValueError where the format can't store this shape.
+        """
+        if self.expert is None:
+            return 0
+        return get_format(weight_format, dtype, group_size).bytes_per_expert(self.expert)
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes one token takes in the KV pool, which keeps every position of every layer."""
+        return sum(self.kv_elements_L) * dtype.itemsize
+
+
+PARTS = ("embedding", "head", "attention", "norms", "router", "shared experts", "dense MLPs")
+"""Parts of `ModelSizes.params`, in the order to show them."""
+
+
+def model_sizes(spec: ModelSpec) -> ModelSizes:
+    """The sizes of a served model. Sums equal `num_params` and `num_dense_params`."""
+    moe = spec.moe
+    sparse = len(moe.sparse_layers) if moe else 0
+    shared = 0
+    if moe is not None and moe.shared_hidden_dim:
+        shared = 3 * spec.model_dim * moe.shared_hidden_dim + moe.shared_gate * spec.model_dim
+    embedding = spec.vocab_size * spec.model_dim
+    return ModelSizes(
+        num_layers=spec.num_layers,
+        model_dim=spec.model_dim,
+        hidden_dim=spec.hidden_dim,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        tied=spec.tie_embeddings,
+        params={
+            "embedding": embedding,
+            "head": 0 if spec.tie_embeddings else embedding,
+            "attention": spec.num_layers * attention_params(spec),
+            "norms": (2 * spec.num_layers + 1) * spec.model_dim,
+            "router": sparse * (moe_layer_params(spec, 0) - shared),
+            "shared experts": sparse * shared,
+            "dense MLPs": (spec.num_layers - sparse) * dense_layer_params(spec),
+        },
+        kv_elements_L=(2 * spec.num_kv_heads * spec.head_dim,) * spec.num_layers,
+        windows_L=spec.windows,
+        wide_params=sparse * moe.num_experts * moe.correction_bias if moe else 0,
+        qk_norm=spec.qk_norm,
+        expert=ExpertShape(spec.model_dim, moe.hidden_dim, moe.expert_bias) if moe else None,
+        num_experts=moe.num_experts if moe else 0,
+        top_k=moe.rule.top_k if moe else 0,
+        num_sparse=sparse,
+    )
+
+
+def shard_sizes(sizes: ModelSizes, num_ranks: int, expert_parallel: bool = False) -> ModelSizes:
+    """What one of `num_ranks` GPUs holds: heads, widths and the vocabulary are divided, norms and routers repeated.
+
+    Key/value heads are repeated where there are fewer than ranks: ceil(kv_heads / ranks) each. A compressed (MLA) cache is
+    shared by all heads, so every rank keeps all of it. Experts: expert_parallel gives each rank ceil(E / ranks) whole ones,
+    otherwise it gets F / ranks of each. Raises ValueError where heads or F can't be divided.
+    """
+    if num_ranks == 1:
+        return sizes
+    width = sizes.expert.hidden_dim if sizes.expert else 0
+    for name, value in (
+        ("attention heads", sizes.num_heads),
+        ("expert width", 0 if expert_parallel else width),
+    ):
+        if value % num_ranks:
+            raise ValueError(f"{value} {name} can't be divided among {num_ranks} GPUs; use a divisor of it")
+    kv_heads = -(-sizes.num_kv_heads // num_ranks)
+    grouped = 2 * sizes.num_kv_heads * sizes.head_dim
+    kv_params = sum(sizes.model_dim * n for n in sizes.kv_elements_L if n == grouped)
+    params = {name: -(-n // num_ranks) for name, n in sizes.params.items()}
+    rest = sizes.params["attention"] - kv_params
+    params["attention"] = -(-rest // num_ranks) + kv_params * kv_heads // sizes.num_kv_heads
+    params |= {name: sizes.params[name] for name in ("norms", "router")}
+    expert, num_experts = sizes.expert, sizes.num_experts
+    if expert is not None and expert_parallel:
+        num_experts = -(-num_experts // num_ranks)
+    elif expert is not None:
+        expert = replace(expert, hidden_dim=width // num_ranks)
+    return replace(
+        sizes,
+        num_heads=sizes.num_heads // num_ranks,
+        num_kv_heads=kv_heads,
+        params=params,
+        kv_elements_L=tuple(
+            2 * kv_heads * sizes.head_dim if n == grouped else n for n in sizes.kv_elements_L
+        ),
+        expert=expert,
+        num_experts=num_experts,
+        state_elements=-(-sizes.state_elements // num_ranks),
+    )
