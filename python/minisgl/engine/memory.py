@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
+from minisgl.config import EngineConfig
 from minisgl.engine.graphs import graph_sizes
-from minisgl.kvcache import bytes_per_page
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import Problem
 from minisgl.moe.formats import get_format
@@ -79,9 +79,9 @@ class DoesNotFit(ValueError):
 class Setup:
     """The choices that decide how much memory an engine takes; a resolved configuration in plain numbers.
 
-    weight_format, group_size: of the experts (--moe-expert-quantization). num_slots: experts a layer keeps on the device, None
-    for all of them. num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs. fused: whether
-    the fused MoE backend, which has a workspace, computes the experts.
+    weight_format, group_size: of the experts (--moe-expert-quantization). num_slots: experts a layer keeps on the device,
+    None for all of them. num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs.
+    fused: whether the fused MoE backend, which has a workspace, computes the experts.
     """
 
     on_cuda: bool
@@ -101,6 +101,26 @@ class Setup:
     def step_tokens(self) -> int:
         """Tokens of the largest step."""
         return min(self.max_prefill_length, self.max_seq_len)
+
+
+def setup_of(config: EngineConfig, num_pages: int = 2) -> Setup:
+    """The set-up that a resolved configuration means. num_pages: where the configuration leaves it to memory."""
+    model, scheduler, kernel = config.model, config.scheduler, config.kernel
+    assert model.max_seq_len_override is not None, "the configuration must be resolved"
+    graph_batch = kernel.cuda_graph_max_bs
+    return Setup(
+        on_cuda=model.device == "cuda",
+        dtype=getattr(torch, model.dtype),
+        max_seq_len=model.max_seq_len_override,
+        num_pages=config.cache.num_pages or num_pages,
+        weight_format=kernel.moe_expert_quantization,
+        group_size=kernel.moe_quantization_group_size,
+        page_size=config.cache.page_size,
+        max_running_requests=scheduler.max_running_requests,
+        max_prefill_length=scheduler.max_prefill_length,
+        graph_batch=scheduler.max_running_requests if graph_batch is None else graph_batch,
+        fused=kernel.moe_backend == "fused",
+    )
 
 
 # --- formulas ------------------------------------------------------------------------------------------------------------
@@ -192,7 +212,9 @@ def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
         LedgerLine("experts on the host", record * sizes.num_experts * sizes.num_sparse * offloaded, "host"),
         LedgerLine("KV pages", kv_pool_bytes(sizes, setup), where),
         LedgerLine(
-            "page table", page_table_bytes(setup.max_running_requests, setup.max_seq_len, setup.page_size), where
+            "page table",
+            page_table_bytes(setup.max_running_requests, setup.max_seq_len, setup.page_size),
+            where,
         ),
         LedgerLine("workspace", workspace_bytes(sizes, setup), where),
         LedgerLine("CUDA graphs", graph_bytes(sizes, setup), where),
@@ -220,7 +242,9 @@ def check_fits(ledger: Ledger, available: int, where: str = "device") -> None:
     if needed <= available:
         return
     largest: Sequence[LedgerLine] = sorted(ledger.lines, key=lambda line: -line.num_bytes)
-    parts = ", ".join(f"{li.name} {li.num_bytes / GIB:.2f}" for li in largest if li.where == where and li.num_bytes >= 1e6)
+    parts = ", ".join(
+        f"{li.name} {li.num_bytes / GIB:.2f}" for li in largest if li.where == where and li.num_bytes >= 1e6
+    )
     raise DoesNotFit(
         f"this needs {needed / GIB:.2f} GiB of {where} memory and {max(available, 0) / GIB:.2f} GiB are available: "
         f"{(needed - available) / GIB:.2f} GiB are missing ({parts} GiB). `minisgl plan` lists what fits",
@@ -230,9 +254,7 @@ def check_fits(ledger: Ledger, available: int, where: str = "device") -> None:
     )
 
 
-def pages_on_cuda(
-    device: torch.device, memory_ratio: float, page_bytes: int, reserve_bytes: int = 0
-) -> int:
+def pages_on_cuda(device: torch.device, memory_ratio: float, page_bytes: int, reserve_bytes: int = 0) -> int:
     """KV pages that fit into memory_ratio of the device's memory beside the peak of what was allocated so far.
 
     Call it after a forward pass of the largest step, so that the peak holds weights, workspace and activations. reserve_bytes:
