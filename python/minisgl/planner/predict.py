@@ -1,0 +1,179 @@
+"""How long a token and a prompt take, from bytes and bandwidths. A model of what bounds a step, not a simulation.
+
+    decode   reading dense weights, the KV cache and K experts a layer; misses travel over the link while hits are computed
+    prefill  every expert the chunk touches is read once; matrix products; experts that are not resident cross the link once
+
+Constants are measurements with a record in benchmark/results/limits.jsonl (`source` names its line); docs/planner.md says what
+the model leaves out. Rejected: fitting one efficiency a GPU. It hides what a card is bound by, and nobody can check it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from minisgl.engine.memory import Setup
+from minisgl.models.sizes import ModelSizes
+from minisgl.planner.machine import DataSheetShares, Machine
+
+H200_READ_TBPS, H200_READ_SHEET_TBPS = 4.43, 4.8  # source: hbm-read
+H200_MATMUL_TFLOPS, H200_MATMUL_SHEET_TFLOPS = 766.0, 989.0  # source: matmul-bf16
+LINK_COPY_GBPS, LINK_SHEET_GBPS = 54.9, 63.0  # source: pinned-h2d
+LINK_KERNEL_GBPS = 50.5  # source: pinned-read-in-graph
+MOE_LAYER_US = {
+    "none": 25.4,
+    "fp8": 17.7,
+    "int4": 20.5,
+}  # source: moe-layer-m1, one token, 8 of 128 experts, D 2048, F 768
+MOE_LAYER_BYTES = {"none": 8 * 9_437_184, "fp8": 8 * 4_732_928, "int4": 8 * 2_506_752}
+PEER_LAYER_US, PEER_LAYER_BYTES = (
+    82.0,
+    8 * 9_437_184 + 37_748_736,
+)  # source: peer-resident-step, MoE and attention together
+MOE_PREFILL_TFLOPS = 372.0  # source: moe-layer-m4096
+CPU_LAYER_US = 800.0  # source: cpu-decode-layer
+
+SHARES = DataSheetShares(
+    read=H200_READ_TBPS / H200_READ_SHEET_TBPS,
+    matmul=H200_MATMUL_TFLOPS / H200_MATMUL_SHEET_TFLOPS,
+    link=LINK_COPY_GBPS / LINK_SHEET_GBPS,
+)
+LINK_KERNEL_SHARE = LINK_KERNEL_GBPS / LINK_COPY_GBPS
+MOE_PREFILL_SHARE = MOE_PREFILL_TFLOPS / H200_MATMUL_TFLOPS
+
+LOCAL_HITS = ((0, 0.0), (8, 0.366), (24, 0.741), (49, 0.894), (81, 0.962), (128, 1.0))
+"""LRU hit rate of one layer of Qwen3-30B-A3B (128 experts, top-8) on real text, by slots. source: local-routing"""
+LOCAL_EXPERTS = 128
+
+
+@dataclass(frozen=True)
+class Speed:
+    """decode_ms: milliseconds a token at batch 1. prefill_s: seconds until a prompt is computed. hit_rate: share of routes
+    whose expert is resident.
+    """
+
+    decode_ms: float
+    prefill_s: float
+    hit_rate: float = 1.0
+
+
+def local_hit_rate(num_slots: int, num_experts: int, top_k: int) -> float:
+    """Share of routes that find their expert in an LRU cache of `num_slots` a layer, for text: linear between LOCAL_HITS.
+
+    Other numbers of experts are scaled to 128 by the share of experts that have a slot, which is an assumption. Fewer slots
+    than a token uses can't hit: each step evicts what the next one needs.
+    """
+    if num_slots >= num_experts:
+        return 1.0
+    if num_slots < top_k:
+        return 0.0
+    at = num_slots * LOCAL_EXPERTS / num_experts
+    for (x0, y0), (x1, y1) in pairwise(LOCAL_HITS):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return 1.0
+
+
+def random_hit_rate(num_slots: int, num_experts: int, top_k: int) -> float:
+    """The same for routing without any locality, the worst case: S / E."""
+    return 0.0 if num_slots < top_k else min(1.0, num_slots / num_experts)
+
+
+def launch_us(weight_format: str) -> tuple[float, float]:
+    """Microseconds a layer that don't scale with bytes, on a GPU: (MoE, all else).
+
+    What is left of measured times when the time of reading their bytes is taken off. Formats without a measurement of their own
+    count as their nearest: mxfp4 as int4, the other 8-bit ones as fp8.
+    """
+    nearest = {"none": "none", "mxfp4": "int4", "int4": "int4"}.get(weight_format, "fp8")
+    moe = {name: us - MOE_LAYER_BYTES[name] / (H200_READ_TBPS * 1e6) for name, us in MOE_LAYER_US.items()}
+    other = PEER_LAYER_US - PEER_LAYER_BYTES / (H200_READ_TBPS * 1e6) - moe["none"]
+    return moe[nearest], other
+
+
+def kv_read_bytes(sizes: ModelSizes, setup: Setup, context: int) -> int:
+    """Bytes of keys and values a token at position `context` reads: windowed layers read their window only."""
+    lengths = (context if window is None else min(context, window) for window in sizes.windows_L)
+    return sum(entry * n for entry, n in zip(sizes.kv_elements_L, lengths)) * setup.dtype.itemsize
+
+
+def dense_read_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes of dense weights one step reads: all, less an embedding of which only single rows are looked up."""
+    looked_up = 0 if sizes.tied else sizes.params["embedding"] * setup.dtype.itemsize
+    return sizes.dense_bytes(setup.dtype) - looked_up
+
+
+def cpu_dequantize_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes the torch backend moves beside a stored expert to use it once: a float32 copy is written and read again. None
+    where float32 is what is stored.
+    """
+    as_it_is = setup.weight_format == "none" and setup.dtype.itemsize == 4
+    return 0 if as_it_is else 8 * sizes.params_per_expert
+
+
+def decode_ms(sizes: ModelSizes, setup: Setup, machine: Machine, context: int, hit_rate: float) -> float:
+    """Milliseconds a token at batch 1 with `context` tokens before it.
+
+    (dense + KV bytes) / bandwidth + launches, then the experts: the larger of reading K records a layer and of bringing the
+    missed ones over the link, because misses travel while hits are computed.
+    """
+    record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
+    routed = sizes.num_sparse * sizes.top_k * record
+    dense = dense_read_bytes(sizes, setup) + kv_read_bytes(sizes, setup, context)
+    if not setup.on_cuda:
+        routed += sizes.num_sparse * sizes.top_k * cpu_dequantize_bytes(sizes, setup)
+        return (dense + routed) / machine.host_read_gbps / 1e6 + sizes.num_layers * CPU_LAYER_US / 1e3
+    moe_us, other_us = launch_us(setup.weight_format)
+    dense_ms = dense / machine.read_gbps / 1e6 + sizes.num_layers * other_us / 1e3
+    moe_ms = routed / machine.read_gbps / 1e6 + sizes.num_sparse * moe_us / 1e3
+    missed = routed * (1.0 - hit_rate)
+    link_ms = missed / (machine.link_gbps * LINK_KERNEL_SHARE) / 1e6 if missed else 0.0
+    return dense_ms + max(moe_ms, link_ms)
+
+
+def prefill_seconds(sizes: ModelSizes, setup: Setup, machine: Machine, num_tokens: int) -> float:
+    """Seconds to compute a prompt in chunks of `setup.step_tokens`; experts without a slot cross the link once a chunk."""
+    seconds, done = 0.0, 0
+    while done < num_tokens:
+        length = min(setup.step_tokens, num_tokens - done)
+        seconds += _chunk_seconds(sizes, setup, machine, done, length)
+        done += length
+    return seconds
+
+
+def _chunk_seconds(sizes: ModelSizes, setup: Setup, machine: Machine, start: int, length: int) -> float:
+    record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
+    touched = 0.0
+    if sizes.num_experts:
+        touched = sizes.num_experts * (1 - (1 - sizes.top_k / sizes.num_experts) ** length)
+    bytes_read = dense_read_bytes(sizes, setup) + sizes.num_sparse * touched * record
+    multiplied = sizes.dense_params - sizes.params["embedding"] - sizes.params["head"]
+    attended = 4 * sizes.num_layers * sizes.num_heads * sizes.head_dim * length * (start + length / 2)
+    dense_flops = 2 * length * multiplied + attended
+    moe_flops = 2 * length * sizes.num_sparse * sizes.top_k * sizes.params_per_expert
+    if not setup.on_cuda:
+        bytes_read += sizes.num_sparse * touched * cpu_dequantize_bytes(sizes, setup)
+        compute = (dense_flops + moe_flops) / machine.host_tflops / 1e12
+        return max(compute, bytes_read / machine.host_read_gbps / 1e9) + sizes.num_layers * CPU_LAYER_US / 1e6
+    moe_us, other_us = launch_us(setup.weight_format)
+    compute = (dense_flops + moe_flops / MOE_PREFILL_SHARE) / machine.tflops / 1e12
+    on_device = (
+        max(compute, bytes_read / machine.read_gbps / 1e9) + sizes.num_layers * (moe_us + other_us) / 1e6
+    )
+    slots = sizes.num_experts if setup.num_slots is None else setup.num_slots
+    absent = touched * (1 - slots / sizes.num_experts) if sizes.num_experts else 0.0
+    over_link = sizes.num_sparse * absent * record / machine.link_gbps / 1e9 if absent else 0.0
+    return max(on_device, over_link)
+
+
+def predict_speed(
+    sizes: ModelSizes, setup: Setup, machine: Machine, context: int, prompt: int, local: bool = True
+) -> Speed:
+    """Speed of a set-up on a machine. local: hit rate of routing as text has it; False is the random worst case."""
+    hits = 1.0
+    if sizes.num_experts and setup.num_slots is not None:
+        rate = local_hit_rate if local else random_hit_rate
+        hits = rate(setup.num_slots, sizes.num_experts, sizes.top_k)
+    return Speed(
+        decode_ms(sizes, setup, machine, context, hits), prefill_seconds(sizes, setup, machine, prompt), hits
+    )

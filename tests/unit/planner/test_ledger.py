@@ -1,0 +1,194 @@
+"""The plan's lines are the engine's lines, byte by byte: tiny engines of several families and formats on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.config import EngineConfig, Facts, resolve
+from minisgl.engine import memory
+from minisgl.engine.engine import Engine
+from minisgl.engine.graphs import graph_sizes
+from minisgl.engine.memory import (
+    DoesNotFit,
+    Ledger,
+    LedgerLine,
+    Setup,
+    check_fits,
+    graph_bytes,
+    kv_pool_bytes,
+    page_table_bytes,
+    pages_on_cpu,
+    predict_ledger,
+    sampler_bytes,
+    setup_of,
+    step_bytes,
+    workspace_bytes,
+)
+from minisgl.kvcache import bytes_per_page
+from minisgl.models.sizes import ModelSizes, model_sizes
+from minisgl.models.spec import ModelSpec
+from minisgl.moe.base import Problem
+from minisgl.moe.workspace import Workspace
+from minisgl.planner.numbers import read_numbers
+from tests.unit.planner import configs
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 272,
+    "max_position_embeddings": 512,
+}
+MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
+    "llama_tied": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], **MOE},
+    "qwen3_moe_mixed": {"architectures": ["Qwen3MoeForCausalLM"], **MOE, "mlp_only_layers": [1]},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+WIDE = {"architectures": ["Qwen3MoeForCausalLM"], **MOE, "hidden_size": 128, "moe_intermediate_size": 128}
+ONLY_PREDICTED = {"one step", "workspace", "CUDA graphs"}  # for a step, or on CUDA only
+
+
+def start(folder: Path, config: dict[str, Any], **options: Any) -> Engine:
+    (folder / "config.json").write_text(json.dumps({**TINY, **config}))
+    requested = EngineConfig.from_kwargs(
+        model=str(folder), device="cpu", dummy_weight=True, num_pages=17, page_size=4, **options
+    )
+    return Engine(requested, folder)
+
+
+def compare(engine: Engine, config: dict[str, Any]) -> None:
+    sizes = read_numbers({**TINY, **config}).sizes
+    setup = setup_of(engine.config)
+    predicted = predict_ledger(sizes, setup)
+    actual = engine.ledger()
+    for line in actual.lines:
+        assert (line.name, predicted.line(line.name)) == (line.name, line.num_bytes)
+    names = {line.name for line in predicted.lines} - ONLY_PREDICTED
+    assert names == {line.name for line in actual.lines} - ONLY_PREDICTED
+    assert all(line.where == "host" for line in predicted.lines)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_line_of_a_family(name: str, tmp_path: Path) -> None:
+    compare(start(tmp_path, MODELS[name], max_running_requests=7), MODELS[name])
+
+
+@pytest.mark.parametrize("weight_format", ["none", "int8", "fp8", "fp8_block", "int4", "mxfp4"])
+def test_every_line_of_a_format(weight_format: str, tmp_path: Path) -> None:
+    compare(start(tmp_path, WIDE, moe_expert_quantization=weight_format), WIDE)
+
+
+def test_every_line_in_half_precision(tmp_path: Path) -> None:
+    options = {"dtype": "bfloat16", "max_seq_len_override": 100, "moe_expert_quantization": "int8"}
+    compare(start(tmp_path, MODELS["qwen3_moe"], **options), MODELS["qwen3_moe"])
+
+
+def test_pool_bytes_are_pages_times_page_bytes() -> None:
+    spec = ModelSpec.from_config(configs.QWEN3_30B_A3B)
+    setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=4096, num_pages=100)
+    page = bytes_per_page(spec.num_layers, spec.num_kv_heads, spec.head_dim, setup.page_size, setup.dtype)
+    assert kv_pool_bytes(model_sizes(spec), setup) == 100 * page
+
+
+@pytest.mark.parametrize(("weight_format", "tokens"), [("none", 8192), ("fp8", 1000), ("int8", 1)])
+def test_workspace_is_the_arena_that_a_step_claims(weight_format: str, tokens: int) -> None:
+    sizes = small_moe()
+    setup = Setup(
+        on_cuda=True,
+        dtype=torch.bfloat16,
+        max_seq_len=9000,
+        weight_format=weight_format,
+        max_prefill_length=tokens,
+    )
+    assert sizes.expert is not None
+    name = "bf16" if weight_format == "none" else weight_format
+    problem = Problem(tokens, sizes.top_k, sizes.num_experts, sizes.expert, name, torch.bfloat16)
+    arena = Workspace(torch.device("cpu"))
+    arena.claim(problem)
+    assert workspace_bytes(sizes, setup) == arena.num_bytes > 0
+
+
+def small_moe() -> ModelSizes:
+    return read_numbers({**TINY, **MODELS["qwen3_moe"]}).sizes
+
+
+def test_lines_that_only_a_gpu_has() -> None:
+    sizes = small_moe()
+    setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=512, num_pages=10, num_slots=3)
+    ledger = predict_ledger(sizes, setup)
+    record = sizes.record_bytes("none", torch.bfloat16)
+    assert ledger.line("experts") == record * 3 * sizes.num_sparse
+    assert ledger.line("experts on the host") == record * 8 * sizes.num_sparse == ledger.on("host")
+    assert ledger.total == ledger.on("device") + ledger.on("host")
+    assert ledger.line("CUDA graphs") == graph_bytes(sizes, setup) >= sum(graph_sizes(256)) * 272 * 4
+    assert graph_bytes(sizes, Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=512, graph_batch=0)) == 0
+    assert ledger.line("one step") == max(step_bytes(sizes, setup), sampler_bytes(256, 272))
+    assert page_table_bytes(256, 512, 16) == 257 * (32 * 4 + 8)
+
+
+def test_a_step_needs_more_with_more_tokens_or_wider_types() -> None:
+    sizes = read_numbers({**TINY, **MODELS["qwen3"]}).sizes
+
+    def step(**changes: Any) -> int:
+        return step_bytes(
+            sizes, Setup(**{"on_cuda": True, "dtype": torch.bfloat16, "max_seq_len": 512, **changes})
+        )
+
+    assert step(max_prefill_length=256) * 2 == step(max_prefill_length=512) == step(max_prefill_length=8192)
+    assert step(dtype=torch.float32) > step()
+
+
+def test_check_fits_names_what_is_missing() -> None:
+    ledger = Ledger(
+        (LedgerLine("dense weights", 3 * 2**30), LedgerLine("experts on the host", 2**40, "host"))
+    )
+    check_fits(ledger, 3 * 2**30)
+    with pytest.raises(DoesNotFit, match=r"1\.00 GiB are missing \(dense weights 3\.00 GiB\)") as error:
+        check_fits(ledger, 2 * 2**30)
+    assert (error.value.needed, error.value.available, error.value.ledger) == (3 * 2**30, 2 * 2**30, ledger)
+    assert isinstance(error.value, ValueError)
+
+
+def test_pages_on_cuda_leaves_room_for_what_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * gib, 12 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib)
+    device = torch.device("cuda")
+    assert memory.cuda_budget(device, 0.5) == 5 * gib, "1 GiB of the 12 belongs to others"
+    assert memory.pages_on_cuda(device, 0.5, 2**20) == 1024
+    assert memory.pages_on_cuda(device, 0.5, 2**20, reserve_bytes=gib // 2) == 512
+    with pytest.raises(DoesNotFit, match=r"4\.00 GiB.*--memory-ratio") as error:
+        memory.pages_on_cuda(device, 0.4, 2**20)
+    assert error.value.needed - error.value.available > 0
+
+
+def test_pages_on_cpu_stay_within_a_share_of_memory() -> None:
+    assert pages_on_cpu(2**20, 16, 512, 2**40) == 2048 + 1
+    assert pages_on_cpu(2**20, 16, 64_000, 2**40) == 4000 + 1
+    assert pages_on_cpu(2**20, 16, 512, 2**30) == 256
+    assert pages_on_cpu(2**30, 16, 512, 2**20) == 2
+
+
+def test_setup_of_a_resolved_configuration() -> None:
+    facts = Facts(has_cuda=True, has_bf16=True, checkpoint_dtype="bfloat16", context_length=4096)
+    config, _ = resolve(
+        EngineConfig.from_kwargs(model="x", moe_expert_quantization="fp8", cuda_graph_max_bs=8), facts
+    )
+    setup = setup_of(config, num_pages=5)
+    assert setup == Setup(
+        on_cuda=True, dtype=torch.bfloat16, max_seq_len=4096, num_pages=5, weight_format="fp8", graph_batch=8
+    )
+    assert setup.step_tokens == 4096
