@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -20,7 +19,7 @@ pytest.importorskip("fastapi", reason="the server's packages are not installed")
 
 import httpx
 
-from minisgl.server.null import write_tokenizer
+from minisgl.server.null_server import options_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -30,7 +29,7 @@ class Server:
 
     def __init__(self, folder: str, wait: bool = True, **settings: dict[str, object]):
         env = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "tests/server/serve_null.py"), folder, json.dumps(settings)]
+        command = [sys.executable, "-m", "minisgl.server.null_server", folder, json.dumps(settings)]
         self.process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -84,8 +83,7 @@ def parse_stream(text: str) -> list[dict]:
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tokenizer with one token a byte, and the options of an engine that fits it."""
     folder = str(tmp_path_factory.mktemp("tokenizer"))
-    options = write_tokenizer(folder)
-    pathlib.Path(folder, "null.json").write_text(json.dumps(dataclasses.asdict(options)))
+    options_of(folder)
     return folder
 
 
