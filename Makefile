@@ -9,6 +9,7 @@ PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 JOBS   ?= 2
 export OMP_NUM_THREADS ?= 1
+export TRITON_DEFAULT_FP_FUSION ?= 1
 PYTEST := $(PY) -m pytest
 
 .PHONY: setup demo test check bench test-gpu clean
