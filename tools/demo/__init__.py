@@ -1,0 +1,1 @@
+"""Parts of `tools/train_demo.py`: prompts, teacher, cleaning, corpora, tokenizer, student, training, evaluation, card."""
