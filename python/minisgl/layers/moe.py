@@ -10,7 +10,7 @@ For one token x, the K experts chosen for it and their weights w:
 `MoELayer.forward` is that sentence, step by step. Each axis can be exchanged without the others knowing:
 
     router + rule   which experts, with which weights          moe/base.py
-    exchange        on which GPU a token meets its expert      moe/exchange.py
+    exchange        on which GPU a token meets its expert      moe/exchange/
     store           where weights live, in which slot          moe/store/
     format          how a weight is stored                     moe/formats/
     backend         who multiplies                             moe/torch_backend.py, moe/fused.py
@@ -24,7 +24,7 @@ from torch import nn
 
 from minisgl.moe.backend import MoeBackend
 from minisgl.moe.base import Activation, ExpertShape, Problem, RoutingRule
-from minisgl.moe.exchange import Exchange, Local
+from minisgl.moe.exchange import Exchange, Local, Rows
 from minisgl.moe.formats import get_format
 from minisgl.moe.store import ExpertStore, ResidentStore
 
@@ -120,11 +120,15 @@ class MoELayer(nn.Module):
         """y [T, D]. num_valid int32 [1]: rows from this number on are padding of a CUDA graph, and use no expert."""
         routing = self.backend.route(self.router(x_TD), self.router.rule, self.router.choice_bias, num_valid)
         sent = self.exchange.dispatch(x_TD, routing)
-        step = self.backend.begin(sent.x_RD, sent.routing, self._problem(sent.x_RD.shape[0], x_TD.dtype))
-        for placement in self.store.place(sent.routing):
-            step.run(placement)
-        y_TD = self.exchange.combine(step.finish(), sent)
+        y_TD = self.exchange.combine([self._experts(rows) for rows in sent.parts], sent)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def _experts(self, rows: Rows) -> torch.Tensor:
+        """Weighted sums [R, D] of this rank's experts; exactly zero for a row that has none here."""
+        step = self.backend.begin(rows.x_RD, rows.routing, self._problem(rows.x_RD.shape[0], rows.x_RD.dtype))
+        for placement in self.store.place(rows.routing):
+            step.run(placement)
+        return step.finish()
 
     def _problem(self, num_tokens: int, dtype: torch.dtype) -> Problem:
         return Problem(

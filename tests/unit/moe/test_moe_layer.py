@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from minisgl.layers.moe import MoELayer, Router, SharedExpert
 from minisgl.moe.base import ExpertShape, Placement, Problem, Routing, RoutingRule, Slab, select_experts
-from minisgl.moe.exchange import Dispatched, Local
+from minisgl.moe.exchange import Dispatched, Local, Rows
 from minisgl.moe.formats import get_format, moe_quantization_choices
 from minisgl.moe.store import ResidentStore, StoreBytes
 from minisgl.moe.store.records import ExpertRecords
@@ -57,6 +57,8 @@ class TinySlabStore(ExpertRecords):
 class RankOf:
     """Exchange of one rank among several that all see the same tokens: its experts get local ids, others -1."""
 
+    graph_safe = True
+
     def __init__(self, local_of_E: list[int]) -> None:
         self.local_of_E = torch.tensor([*local_of_E, -1], dtype=torch.int32)  # the last answers id -1
         self.num_experts = len(local_of_E)
@@ -64,10 +66,10 @@ class RankOf:
 
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> Dispatched:
         local = Routing(self.local_of_E[routing.ids_TK.long()], routing.weights_TK)
-        return Dispatched(x_TD, local, slice(0, x_TD.shape[0]))
+        return Dispatched((Rows(x_TD, local),))
 
-    def combine(self, y_RD: torch.Tensor, sent: Dispatched) -> torch.Tensor:
-        return y_RD  # the test sums over ranks
+    def combine(self, ys: Sequence[torch.Tensor], sent: Dispatched) -> torch.Tensor:
+        return ys[0]  # the test sums over ranks
 
 
 def make_layer(
@@ -165,11 +167,11 @@ def test_replicated_experts_serve_each_route_once() -> None:
     total = torch.zeros(10, 64)
     for experts, routes in (([0, 1], first), ([0, 2, 3], second)):
         local = RankOf([experts.index(e) if e in experts else -1 for e in range(4)])
-        sent = local.dispatch(x, Routing(routes, weights))
+        (rows,) = local.dispatch(x, Routing(routes, weights)).parts
         slab = Slab.of_tensors("fp32", whole.store.shape, {name: t[experts] for name, t in parts.items()})
         problem = Problem(10, 2, len(experts), whole.store.shape, "fp32", torch.float32)
-        step = BACKEND.begin(sent.x_RD, sent.routing, problem)
-        step.run(Placement(slab, sent.routing.ids_TK))
+        step = BACKEND.begin(rows.x_RD, rows.routing, problem)
+        step.run(Placement(slab, rows.routing.ids_TK))
         total += step.finish()
     torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-6)
 
