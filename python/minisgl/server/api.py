@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from minisgl.server import api_anthropic, api_chat, api_completions, api_models, api_responses
+from minisgl.server import api_anthropic, api_chat, api_completions, api_live, api_models, api_responses
 from minisgl.server.answers import JsonAnswer
 from minisgl.server.errors import ApiError
 from minisgl.server.gate import Gate
@@ -28,7 +28,7 @@ def create_app(service: Service) -> FastAPI:
     """An application for one service."""
     app = FastAPI(title="minisgl", version=api_models.version(), docs_url=None, redoc_url=None)
     app.state.service = service
-    for module in (api_chat, api_completions, api_responses, api_anthropic, api_models):
+    for module in (api_chat, api_completions, api_responses, api_anthropic, api_models, api_live):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

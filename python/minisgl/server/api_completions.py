@@ -14,7 +14,7 @@ from minisgl.server.generation import Delta, Generation
 from minisgl.server.parsers import Text
 from minisgl.server.protocol import CompletionRequest, StreamOptions
 from minisgl.server.routes import APIRouter, Request, Response, StrictRoute, service_of
-from minisgl.server.sampling import grammar_of, max_new_tokens, sampling_params
+from minisgl.server.sampling import asks_for_grammar, grammar_of, max_new_tokens, sampling_params
 from minisgl.server.service import Job, Service, new_id
 from minisgl.text import Tokenizer
 
@@ -72,7 +72,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, request_
             "echo with logprobs is not supported: prompts have no log-probabilities here", "echo"
         )
     facts, pool = service.client.facts, service.pool
-    grammar = await pool.run(grammar_of, body)
+    grammar = await pool.run(grammar_of, body) if asks_for_grammar(body) else None
     ids: list[list[int]] = []
     for prompt in prompts:
         if isinstance(prompt, str):

@@ -19,7 +19,7 @@ from minisgl.server.parsers import OutputParser, chat_parser
 from minisgl.server.parsers.forced import NamedCallParser
 from minisgl.server.parsers.tools import JsonListParser
 from minisgl.server.protocol import ChatCompletionRequest, ChatMessage, NamedToolChoice, Tool
-from minisgl.server.sampling import grammar_of, max_new_tokens, sampling_params
+from minisgl.server.sampling import asks_for_grammar, grammar_of, max_new_tokens, sampling_params
 from minisgl.server.service import Job, Service
 from minisgl.server.structured import check_grammar
 
@@ -168,7 +168,7 @@ async def prepare_chat(service: Service, body: ChatCompletionRequest, request_id
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = offered_tools(body)
     forced = forced_call(body, tools)
-    grammar = await service.pool.run(grammar_of, body)
+    grammar = await service.pool.run(grammar_of, body) if asks_for_grammar(body) else None
     if forced is not None:
         if grammar is not None:
             raise bad_request("response_format and a forced tool_choice exclude each other", "tool_choice")

@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from minisgl.core import FinishReason, Request, StepOutput
@@ -60,20 +60,28 @@ class SchedulerLike(Protocol):
         ...
 
     def stats(self) -> Any:
-        """A dataclass of numbers; a field `experts` may hold an ExpertMap."""
+        """A dataclass of numbers."""
         ...
 
 
-EngineFactory = Callable[[], tuple[SchedulerLike, EngineFacts]]
+@dataclass(frozen=True)
+class EngineParts:
+    """What the engine process runs. experts: gives the expert map of the moment, None for models without."""
+
+    scheduler: SchedulerLike
+    facts: EngineFacts
+    experts: Callable[[], ExpertMap | None] = lambda: None
+
+
+EngineFactory = Callable[[], EngineParts]
 
 
 class EngineLoop:
     """Commands in, steps, events out, until told to stop or the parent is gone."""
 
-    def __init__(
-        self, scheduler: SchedulerLike, end: EngineEnd, parent_alive: Callable[[], bool] = lambda: True
-    ):
-        self._scheduler = scheduler
+    def __init__(self, parts: EngineParts, end: EngineEnd, parent_alive: Callable[[], bool] = lambda: True):
+        self._scheduler = parts.scheduler
+        self._experts = parts.experts
         self._end = end
         self._parent_alive = parent_alive
         self._last_beat = 0.0
@@ -115,18 +123,15 @@ class EngineLoop:
         if now - self._last_beat < BEAT_SECONDS:
             return
         self._last_beat = now
-        self._end.send(beat_of(self._scheduler.stats()))
+        self._end.send(Beat(numbers_of(self._scheduler.stats()), self._experts()))
         self._stopped = self._stopped or not self._parent_alive()
 
 
-def beat_of(stats: Any) -> Beat:
-    """The numbers of a stats dataclass, nested ones joined with an underscore, and its expert map if it has
-    one.
-    """
-    experts = getattr(stats, "experts", None)
+def numbers_of(stats: Any) -> dict[str, float]:
+    """The numbers of a stats dataclass, nested ones joined with an underscore."""
     numbers: dict[str, float] = {}
     _collect("", asdict(stats), numbers)
-    return Beat(numbers, experts if isinstance(experts, ExpertMap) else None)
+    return numbers
 
 
 def _collect(prefix: str, values: dict[str, Any], numbers: dict[str, float]) -> None:
@@ -144,9 +149,9 @@ def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
     parent = multiprocessing.parent_process()
     end = EngineEnd(addresses)
     try:
-        scheduler, facts = factory()
-        end.send(Ready(facts))
-        EngineLoop(scheduler, end, parent.is_alive if parent else lambda: True).run()
+        parts = factory()
+        end.send(Ready(parts.facts))
+        EngineLoop(parts, end, parent.is_alive if parent else lambda: True).run()
     except Exception as error:
         logger.exception("the engine failed")
         end.send(Failed(f"{type(error).__name__}: {error}"))

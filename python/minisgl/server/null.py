@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint, TokenLogprobs
+from minisgl.server.engine_process import EngineParts
 from minisgl.server.ipc import EngineFacts, ExpertMap
 from minisgl.server.structured import GrammarFactory
 from minisgl.text import Tokenizer
@@ -58,7 +59,6 @@ class NullStats:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    experts: ExpertMap
 
 
 @dataclass
@@ -134,10 +134,7 @@ class NullScheduler:
         return outputs
 
     def stats(self) -> NullStats:
-        """Counters, and an expert map that moves with the tokens."""
-        cells = range(_LAYERS * _EXPERTS)
-        heat = bytes((i * 37 + self._generated * (1 + i % 5)) % 256 for i in cells)
-        resident = bytes(int((i + self._generated // 64) % 4 == 0) for i in cells)
+        """Counters."""
         return NullStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -148,8 +145,14 @@ class NullScheduler:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=0,
             generated_tokens=self._generated,
-            experts=ExpertMap(_LAYERS, _EXPERTS, heat, resident),
         )
+
+    def experts(self) -> ExpertMap:
+        """A map that moves with the tokens."""
+        cells = range(_LAYERS * _EXPERTS)
+        heat = bytes((i * 37 + self._generated * (1 + i % 5)) % 256 for i in cells)
+        resident = bytes(int((i + self._generated // 64) % 4 == 0) for i in cells)
+        return ExpertMap(_LAYERS, _EXPERTS, heat, resident)
 
     def _longest(self, request: Request) -> int:
         room = self.options.max_model_len - len(request.prompt_ids)
@@ -224,12 +227,13 @@ class NullEngine:
     options: NullOptions = NullOptions()
     tokenizer_path: str | None = None
 
-    def __call__(self) -> tuple[NullScheduler, EngineFacts]:
+    def __call__(self) -> EngineParts:
         """Build it, once it may."""
         while self.options.load_file is not None and not os.path.exists(self.options.load_file):
             time.sleep(0.01)
         facts = EngineFacts(self.options.max_model_len, self.options.vocab_size, _LAYERS, _EXPERTS)
-        return NullScheduler(self.options, self._constraint if self.tokenizer_path else None), facts
+        scheduler = NullScheduler(self.options, self._constraint if self.tokenizer_path else None)
+        return EngineParts(scheduler, facts, scheduler.experts)
 
     def _constraint(self, grammar: Grammar) -> TokenConstraint:
         assert self.tokenizer_path is not None

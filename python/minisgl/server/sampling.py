@@ -74,6 +74,15 @@ def logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     return {int(key): value for key, value in biases.items()}
 
 
+def asks_for_grammar(body: SamplingBody) -> bool:
+    """Whether `grammar_of` has anything to do; it compiles, so it is called off the event loop."""
+    form = body.response_format
+    structured = form is not None and form.type != "text"
+    return structured or any(
+        x is not None for x in (body.guided_json, body.guided_regex, body.guided_grammar)
+    )
+
+
 def grammar_of(body: SamplingBody) -> Grammar | None:
     """The grammar that the body asks for, already known to be well formed. At most one way of asking is
     allowed.

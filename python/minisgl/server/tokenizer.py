@@ -17,6 +17,7 @@ from minisgl.text import Tokenizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_SHORT = 2048  # characters: up to here a thread costs more than the work it takes over
 
 
 class TokenizerPool:
@@ -50,7 +51,10 @@ class TokenizerPool:
         fewest = -(-len(text) // self.tokenizer.max_token_chars)
         if fewest >= max_model_len:
             raise context_length_exceeded(fewest, max_model_len, at_least=True)
-        ids = await self.run(self.tokenizer.encode, text, add_special_tokens)
+        if len(text) <= _SHORT:
+            ids = self.tokenizer.encode(text, add_special_tokens)
+        else:
+            ids = await self.run(self.tokenizer.encode, text, add_special_tokens)
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         return self.check_ids(ids, max_model_len)

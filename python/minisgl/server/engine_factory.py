@@ -1,0 +1,70 @@
+"""Builds the real engine inside the engine process: weights, pages, scheduler, grammars, and the expert map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from minisgl.config import EngineConfig
+from minisgl.core import Grammar, TokenConstraint
+from minisgl.engine.engine import Engine
+from minisgl.moe.trace import RoutingTrace
+from minisgl.scheduler.build import build_scheduler
+from minisgl.server.engine_process import EngineParts
+from minisgl.server.ipc import EngineFacts, ExpertMap
+from minisgl.server.structured import GrammarFactory
+from minisgl.text import Tokenizer
+
+_FADE = 0.8  # share of an expert's heat that is left after one beat
+
+
+@dataclass(frozen=True)
+class ModelEngine:
+    """A picklable recipe. folder: the model's local folder. watch_experts: record routing for the live view; it forgoes CUDA
+    graphs, so it is meant for the CPU and for looking, not for speed."""
+
+    config: EngineConfig
+    folder: str
+    watch_experts: bool = False
+
+    def __call__(self) -> EngineParts:
+        """Load the model. ValueError, with the remedy, for anything that cannot work."""
+        engine = Engine(self.config, Path(self.folder), record_routing=self.watch_experts)
+        scheduler = build_scheduler(engine, constraint_factory=_LazyGrammars(self.folder, engine.vocab_size))
+        moe = engine.spec.moe
+        num_experts = moe.num_experts if moe is not None else 0
+        facts = EngineFacts(engine.max_seq_len, engine.vocab_size, engine.spec.num_layers, num_experts)
+        if engine.trace is None:
+            return EngineParts(scheduler, facts)
+        return EngineParts(scheduler, facts, ExpertHeat(engine.trace))
+
+
+class _LazyGrammars:
+    """A `GrammarFactory` that loads the tokenizer at the first grammar."""
+
+    def __init__(self, folder: str, vocab_size: int):
+        self._folder, self._vocab_size = folder, vocab_size
+        self._factory: GrammarFactory | None = None
+
+    def __call__(self, grammar: Grammar) -> TokenConstraint:
+        if self._factory is None:
+            self._factory = GrammarFactory(Tokenizer.load(self._folder), self._vocab_size)
+        return self._factory(grammar)
+
+
+class ExpertHeat:
+    """Use of experts, fading with time, from a routing trace that it empties at each look. All experts are resident."""
+
+    def __init__(self, trace: RoutingTrace):
+        self._trace = trace
+        self._heat = np.zeros((len(trace.layers), trace.num_experts))
+
+    def __call__(self) -> ExpertMap:
+        """The map of the moment."""
+        self._heat = _FADE * self._heat + self._trace.counts()
+        self._trace.clear()
+        scaled = self._heat * (255.0 / max(self._heat.max(initial=0.0), 1.0))
+        layers, experts = self._heat.shape
+        return ExpertMap(layers, experts, scaled.astype(np.uint8).tobytes(), b"\1" * self._heat.size)
