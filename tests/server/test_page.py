@@ -141,9 +141,7 @@ def test_narrow_screens_do_not_scroll_sideways(page):
 
 @pytest.mark.skipif("MINISGL_SCREENSHOT" not in os.environ, reason="MINISGL_SCREENSHOT does not name a file")
 def test_screenshot(page):
-    ask(
-        page,
-        "<think>They want to know what a mixture of experts is. Short.</think>A router sends each token to a few of many small networks.",
-    )
+    thought = "They want to know what a mixture of experts is. Short."
+    ask(page, f"<think>{thought}</think>A router sends each token to a few of many small networks.")
     page.wait_for_timeout(3500)
     page.screenshot(path=str(pathlib.Path(os.environ["MINISGL_SCREENSHOT"])))

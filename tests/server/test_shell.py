@@ -1,0 +1,96 @@
+"""The chat in the terminal: answers, commands, errors, and keys, driven through a pipe instead of a keyboard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from minisgl.server.shell import Shell
+
+prompt_toolkit = pytest.importorskip("prompt_toolkit")
+from prompt_toolkit import PromptSession  # noqa: E402
+from prompt_toolkit.input import create_pipe_input  # noqa: E402
+from prompt_toolkit.output import DummyOutput  # noqa: E402
+
+
+@pytest.fixture
+def shell(server):
+    """A shell and all it wrote."""
+    out: list[str] = []
+    return Shell(server.url, write=out.append), out
+
+
+def test_answers_stream_and_are_remembered(shell):
+    talk, out = shell
+    asyncio.run(talk.handle("hello there"))
+    asyncio.run(talk.handle("<think>hm</think>yes"))
+    text = "".join(out)
+    assert "hello there" in text
+    assert "\x1b[2mhm" in text, "thinking is dimmed"
+    assert "tokens" in text
+    assert [m["content"] for m in talk.messages] == [
+        "hello there",
+        "hello there",
+        "<think>hm</think>yes",
+        "yes",
+    ]
+
+
+def test_commands(shell):
+    talk, out = shell
+    asyncio.run(talk.handle("one"))
+    asyncio.run(talk.handle("/reset"))
+    assert talk.messages == []
+    asyncio.run(talk.handle("/system be brief"))
+    asyncio.run(talk.handle("/stats"))
+    asyncio.run(talk.handle("/what"))
+    text = "".join(out)
+    assert "generated_tokens" in text
+    assert "/reset" in text.split("generated_tokens")[1], "an unknown command shows the help"
+
+
+def test_errors_do_not_end_the_shell(shell):
+    talk, out = shell
+    asyncio.run(talk.handle("x" * 9000))
+    assert "maximum context length" in "".join(out)
+    lost = Shell("http://127.0.0.1:1", write=out.append)
+    asyncio.run(lost.handle("hello"))
+    assert "error:" in out[-1]
+
+
+def run_with_keys(server, keys: str) -> tuple[int, list[dict[str, str]], str]:
+    out: list[str] = []
+    with create_pipe_input() as pipe:
+        pipe.send_text(keys)
+        talk = Shell(server.url, write=out.append, session=PromptSession(input=pipe, output=DummyOutput()))
+        code = asyncio.run(asyncio.wait_for(talk.run(), 20))
+    return code, talk.messages, "".join(out)
+
+
+def test_keys_enter_newline_and_leaving(server):
+    code, messages, _ = run_with_keys(server, "one\r" + "two\x1b\rlines\r" + "\x04")
+    assert code == 0
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["one", "two\nlines"]
+    assert run_with_keys(server, "/exit\r")[0] == 0
+
+
+def test_ctrl_c_at_the_prompt_only_clears_the_line(server):
+    code, messages, _ = run_with_keys(server, "half a line\x03" + "whole\r" + "\x04")
+    assert code == 0
+    assert messages[0]["content"] == "whole"
+
+
+def test_ctrl_c_stops_an_answer(start_server):
+    with start_server(null={"step_seconds": 0.05}) as slow:
+        out: list[str] = []
+        talk = Shell(slow.url, write=out.append)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        asyncio.run(talk.handle("a long answer " * 20))
+        assert "stopped" in out[-1]
+        assert 0 < len(talk.messages[1]["content"]) < 100
+        asyncio.run(talk.handle("ok"))
+        assert talk.messages[-1]["content"] == "ok"
