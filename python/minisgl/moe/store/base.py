@@ -29,6 +29,41 @@ class StoreBytes:
     host: int = 0
 
 
+@dataclass(frozen=True)
+class CacheCounters:
+    """What a cache of experts did since the start. An expert that several tokens of a step use counts once in that step.
+
+    hits: experts that were in a slot when a step needed them; misses: those that were not. evictions: experts that left a slot
+    for another. num_bytes: copied from host memory.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    num_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """0 before anything was needed."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+    def __add__(self, other: CacheCounters) -> CacheCounters:
+        return CacheCounters(
+            self.hits + other.hits,
+            self.misses + other.misses,
+            self.evictions + other.evictions,
+            self.num_bytes + other.num_bytes,
+        )
+
+    def __sub__(self, other: CacheCounters) -> CacheCounters:
+        return CacheCounters(
+            self.hits - other.hits,
+            self.misses - other.misses,
+            self.evictions - other.evictions,
+            self.num_bytes - other.num_bytes,
+        )
+
+
 class ExpertStore(Protocol):
     """The experts of one layer on this rank."""
 
@@ -85,7 +120,11 @@ class ExpertStore(Protocol):
         ...
 
     def graph_safe(self, num_tokens: int) -> bool:
-        """Whether `place` for this many tokens can be held by a CUDA graph: one wave, and no wait for the
-        device.
+        """Whether `place` for this many tokens can be held by a CUDA graph: always the same number of waves,
+        and no wait for the device.
         """
+        ...
+
+    def counters(self) -> CacheCounters | None:
+        """What happened so far, which may wait for the device; None where every expert has its own slot."""
         ...

@@ -32,14 +32,20 @@ class ExpertRecords:
         shape: ExpertShape,
         weight_format: ExpertFormat,
         device: torch.device | str,
-        pin_memory: bool = False,
+        records_EB: torch.Tensor | None = None,
     ) -> None:
-        """Allocates, and raises ValueError if the format can't store this shape."""
+        """Raises ValueError if the format can't store this shape.
+
+        device: where weights are quantized, so that a cache stores the bits that a resident store would. records_EB: memory to
+        fill, uint8 [E, nbytes] on any device; allocated on `device` if there is none.
+        """
         self.num_experts, self.shape, self.format = num_experts, shape, weight_format
         self.layout = weight_format.layout(shape)
-        self.records_EB = torch.empty(
-            (num_experts, self.layout.nbytes), dtype=torch.uint8, device=device, pin_memory=pin_memory
-        )
+        self._quantize_on = torch.device(device)
+        if records_EB is None:
+            records_EB = torch.empty((num_experts, self.layout.nbytes), dtype=torch.uint8, device=device)
+        assert records_EB.shape == (num_experts, self.layout.nbytes)
+        self.records_EB = records_EB
         self.parts = self.layout.views(self.records_EB)
         self._arrived = {
             leaf: torch.zeros(num_experts, dtype=torch.bool) for part in self.parts for leaf in _leaves(part)
@@ -56,7 +62,7 @@ class ExpertRecords:
             return
         chunk = max(1, CHUNK_WEIGHTS // tensor_EX[0].numel())
         for start in range(0, len(tensor_EX), chunk):
-            weights = tensor_EX[start : start + chunk].to(self.records_EB.device)
+            weights = tensor_EX[start : start + chunk].to(self._quantize_on)
             for part, value in self.format.quantize(name, weights).items():
                 self._write(first + start, part, value)
 
@@ -76,7 +82,7 @@ class ExpertRecords:
 
     def fill_random(self, seed: int, std: float = 0.02) -> None:
         """See `ExpertStore.fill_random`."""
-        device = self.records_EB.device
+        device = self._quantize_on
         generator = torch.Generator(device).manual_seed(seed)
         names = ["gate_up", "down"] + (["gate_up_bias", "down_bias"] if self.shape.bias else [])
         for name in names:

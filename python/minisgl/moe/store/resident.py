@@ -10,7 +10,7 @@ import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.store.base import StoreBytes
+from minisgl.moe.store.base import CacheCounters, StoreBytes
 from minisgl.moe.store.records import ExpertRecords
 
 
@@ -36,3 +36,6 @@ class ResidentStore(ExpertRecords):
 
     def graph_safe(self, num_tokens: int) -> bool:
         return True
+
+    def counters(self) -> CacheCounters | None:
+        return None
