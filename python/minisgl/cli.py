@@ -1,145 +1,115 @@
-"""Commands: `python -m minisgl COMMAND …`. Errors that a user can mend are one line and exit code 2.
+"""`python -m minisgl COMMAND …`: a table of commands, and how errors are told.
 
-generate   continue prompts, streaming            demo   the bundled model, as a first look
+A command's module is loaded when it is called, so `--help` is quick, and a missing extra concerns only who asks for it. Errors
+that a user can mend are one line and exit code 2; a model that does not fit is answered with the set-ups that would.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
 from rich.console import Console
-from rich.table import Table
 
 from minisgl import __version__
-from minisgl.config import EngineConfig, add_flags, flag_names, iter_flags
-from minisgl.core import RequestOutput, SamplingParams
-from minisgl.demo import run_demo
-from minisgl.llm import LLM
+from minisgl.config import engine_options
 
-SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("max_tokens", int, "new tokens at most (default 128)"),
-    ("temperature", float, "0 is greedy, the default"),
-    ("top_k", int, "keep the k likeliest tokens; 0 is off"),
-    ("top_p", float, "keep the likeliest tokens that make up this probability"),
-    ("min_p", float, "drop tokens below this fraction of the likeliest one's probability"),
-    ("repetition_penalty", float, "above 1 discourages tokens seen before"),
-    ("seed", int, "same seed, same text"),
-)
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its module, the functions that add its arguments and run it, and one line of help."""
+
+    module: str
+    add_arguments: str
+    run: str
+    help: str
+
+
+COMMANDS = {
+    "generate": Command(
+        "minisgl.generate", "add_generate_arguments", "run_generate", "continue one or more prompts"
+    ),
+    "demo": Command(
+        "minisgl.demo",
+        "add_demo_arguments",
+        "run_demo",
+        "write with the bundled model, see its experts at work",
+    ),
+    "serve": Command(
+        "minisgl.server.commands",
+        "add_serve_arguments",
+        "run_serve",
+        "OpenAI-compatible server; also: minisgl --model X",
+    ),
+    "chat": Command("minisgl.server.commands", "add_chat_arguments", "run_chat", "chat in the terminal"),
+    "bench-serve": Command(
+        "minisgl.server.commands", "add_bench_arguments", "run_bench", "load a running server and measure it"
+    ),
+    "plan": Command(
+        "minisgl.planner", "add_plan_arguments", "run_plan", "will it fit, how fast, which flags"
+    ),
+    "env": Command(
+        "minisgl.planner", "add_env_arguments", "run_env", "what this machine is, for bug reports"
+    ),
+    "tune": Command(
+        "minisgl.tune", "add_tune_arguments", "run_tune", "measure the best MoE kernels for this GPU"
+    ),
+}
+MODEL_FLAGS = ("--model", "--model-path")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].startswith("-") and any(w.split("=")[0] in ("--model", "--model-path") for w in words):
-        words.insert(0, "serve")
-    parser = _parser()
-    args = parser.parse_args(words)
-    if not hasattr(args, "run"):
-        parser.print_help()
+    if words and words[0].startswith("-") and any(word.split("=")[0] in MODEL_FLAGS for word in words):
+        words = ["chat", *(w for w in words if w != "--shell")] if "--shell" in words else ["serve", *words]
+    overview = _overview()
+    if not words or words[0] not in COMMANDS:
+        overview.parse_args(words)  # --help, --version, or an unknown word: exits with its message
+        overview.print_help()
         return 2
+    return _run(words[0], words[1:])
+
+
+def _overview() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:12} {command.help}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="minisgl",
+        description="Mixture-of-Experts models on the GPU you own",
+        epilog=f"commands:\n{lines}\n\nminisgl COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    return parser
+
+
+def _run(name: str, words: list[str]) -> int:
+    errors = Console(stderr=True, soft_wrap=True)
+    args = argparse.Namespace()
     try:
-        return args.run(args)
-    except (ValueError, ImportError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        command = COMMANDS[name]
+        module = import_module(command.module)
+        parser = argparse.ArgumentParser(prog=f"minisgl {name}", description=command.help)
+        getattr(module, command.add_arguments)(parser)
+        args = parser.parse_args(words)
+        return getattr(module, command.run)(args)
+    except ValueError as error:
+        errors.print(f"[bold red]error:[/] {_explained(error, args, name)}", highlight=False)
+        return 2
+    except ImportError as error:
+        errors.print(f"[bold red]error:[/] {error}", highlight=False)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minisgl", description="Mixture-of-Experts models on the GPU you own")
-    parser.add_argument("--version", action="version", version=f"minisgl {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    generate = _command(commands, "generate", _generate, "continue one or more prompts")
-    generate.add_argument("prompt", nargs="+", help="text to continue; several are run as one batch")
-    generate.add_argument("--json", action="store_true", help="one JSON line a prompt instead of text")
-    for name, kind, text in SAMPLING_FLAGS:
-        flag = "--" + name.replace("_", "-")
-        generate.add_argument(flag, dest=name, type=kind, default=argparse.SUPPRESS, help=text)
-    generate.add_argument("--stop", action="append", default=[], help="end before this text; may be given again")
-    _add_engine_flags(generate)
-    demo = _command(commands, "demo", _demo, "write text with the bundled model and show its experts at work")
-    _add_engine_flags(demo)
-    serve = _command(commands, "serve", _serve, "OpenAI-compatible server (also: minisgl --model NAME …)")
-    _add_engine_flags(serve)
-    return parser
-
-
-def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=help, description=help)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    for group in dataclasses.fields(EngineConfig):
-        fields = [item for name, item in iter_flags(EngineConfig) if name == group.name]
-        add_flags(parser, fields, group.name)
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine flags that were given, as keyword arguments of `LLM`."""
-    names = {item.name for _, item in iter_flags(EngineConfig)}
-    return {name: value for name, value in vars(args).items() if name in names}
-
-
-def load(
-    args: argparse.Namespace, console: Console, default_model: str | None = None, record_routing: bool = False
-) -> LLM:
-    """An LLM from the flags, telling what was decided."""
-    options = engine_options(args)
-    model = options.pop("model", default_model)
-    if not model:
-        flags = next(flag_names(item) for _, item in iter_flags(EngineConfig) if item.name == "model")
-        raise ValueError(f"no model was named: give {flags[0]} PATH, a hub id, or {flags[0]} demo")
-    llm = LLM(model, record_routing=record_routing, **options)
-    for decision in llm.decisions:
-        console.print(f"[dim]{decision.flag} {decision.value}: {decision.reason}[/]", highlight=False)
-    return llm
-
-
-def _generate(args: argparse.Namespace) -> int:
-    notes = Console(stderr=True)
-    given = {name: getattr(args, name) for name, _, _ in SAMPLING_FLAGS if hasattr(args, name)}
-    params = SamplingParams(**{"max_tokens": 128, "temperature": 0.0, "stop": args.stop, **given})
-    llm = load(args, notes)
-    if len(args.prompt) == 1 and not args.json:
-        for piece in llm.stream(args.prompt[0], params):
-            print(piece, end="", flush=True)
-        print()
-    else:
-        _print_outputs(llm.generate(args.prompt, params), args.json)
-    stats = llm.stats()
-    notes.print(f"[dim]{stats.generated_tokens} tokens in {stats.steps} steps[/]", highlight=False)
-    return 0
-
-
-def _print_outputs(outputs: Sequence[RequestOutput], as_json: bool) -> None:
-    if as_json:
-        for output in outputs:
-            print(json.dumps(dataclasses.asdict(output)))
-        return
-    table = Table(show_lines=True)
-    table.add_column("prompt")
-    table.add_column("continuation")
-    table.add_column("end")
-    for output in outputs:
-        table.add_row(output.prompt, output.text or f"[red]{output.error}[/]", output.finish_reason.value)
-    Console().print(table)
-
-
-def _demo(args: argparse.Namespace) -> int:
-    console = Console()
-    run_demo(load(args, console, default_model="demo", record_routing=True), console)
-    return 0
-
-
-def _serve(args: argparse.Namespace) -> int:
-    raise ValueError("the server is not part of this version yet: use `minisgl generate`, or LLM from Python")
+def _explained(error: ValueError, args: argparse.Namespace, command: str) -> str:
+    """The error's message; for a model that does not fit, the set-ups that would."""
+    memory = import_module("minisgl.engine.memory")
+    if not isinstance(error, memory.DoesNotFit):
+        return str(error)
+    return import_module("minisgl.planner").explain_misfit(error, engine_options(args), command=command)

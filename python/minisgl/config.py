@@ -52,6 +52,11 @@ class CacheConfig:
     num_pages: int | None = flag(
         None, "KV pages; default: what --memory-ratio leaves (CPU: one 8k-token cache)"
     )
+    max_total_tokens: int | None = flag(
+        None,
+        "tokens whose keys and values must fit, instead of --num-pages; with --moe-expert-cache-size auto the "
+        "rest of the memory goes to experts, and the default is 32768, or the model's maximum if smaller",
+    )
     memory_ratio: float = flag(
         0.9, "share of the device's memory for weights, workspace and KV pages together"
     )
@@ -134,6 +139,45 @@ class KernelConfig:
 
 
 @dataclass(frozen=True)
+class OffloadConfig:
+    """Experts in host memory, and a cache of them on the device; see docs/offload.md."""
+
+    moe_expert_offload: bool = flag(
+        False, "keep all experts in host memory and only the recently used ones of each layer on the device"
+    )
+    moe_expert_cache_size: str = flag(
+        "auto", "experts a layer keeps on the device; auto: as many as memory leaves beside everything else"
+    )
+    moe_expert_offload_wave_size: int = flag(
+        8, "missing experts that are computed together; later ones travel meanwhile (staged mode)"
+    )
+    moe_trace: str | None = flag(
+        None, "write which experts every token used to this file (npz) at the end; without CUDA graphs"
+    )
+
+    @property
+    def num_slots(self) -> int | None:
+        """Slots a layer, None for auto."""
+        size = str(self.moe_expert_cache_size)
+        return None if size == "auto" else int(size)
+
+    def validate(self) -> None:
+        """See `EngineConfig.validate`."""
+        size = str(self.moe_expert_cache_size)
+        if size != "auto" and not (size.isdecimal() and int(size) >= 1):
+            raise ValueError(
+                f"--moe-expert-cache-size={size}: use auto or at least 1 slot a layer; to keep every expert on the "
+                "device, leave out --moe-expert-offload"
+            )
+        if size != "auto" and not self.moe_expert_offload:
+            raise ValueError(f"--moe-expert-cache-size={size} needs --moe-expert-offload: add it")
+        if self.moe_expert_offload_wave_size < 1:
+            raise ValueError(
+                f"--moe-expert-offload-wave-size={self.moe_expert_offload_wave_size} must be at least 1"
+            )
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How many GPUs work on one model."""
 
@@ -151,6 +195,7 @@ class EngineConfig:
     eviction: PrefixEvictionConfig = field(default_factory=PrefixEvictionConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     kernel: KernelConfig = field(default_factory=KernelConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
@@ -188,6 +233,10 @@ class EngineConfig:
                 raise ValueError(f"{name}={value} must be at least 1")
         if cache.num_pages is not None and cache.num_pages < 2:
             raise ValueError(f"--num-pages={cache.num_pages} must be at least 2: page 0 is kept for padding")
+        if cache.max_total_tokens is not None and cache.max_total_tokens < 1:
+            raise ValueError(f"--max-total-tokens={cache.max_total_tokens} must be at least 1")
+        if cache.num_pages is not None and cache.max_total_tokens is not None:
+            raise ValueError("--num-pages and --max-total-tokens both say how large the KV cache is: give one")
         if not 0.0 < cache.memory_ratio <= 1.0:
             raise ValueError(f"--memory-ratio={cache.memory_ratio} must lie in (0, 1]")
         graph_limit = self.kernel.cuda_graph_max_bs
@@ -203,7 +252,11 @@ class EngineConfig:
         threshold = self.kernel.moe_small_m_threshold
         if threshold != "auto" and not threshold.isdecimal():
             raise ValueError(f"--moe-small-m-threshold={threshold!r} must be auto or a whole number")
+        self.offload.validate()
         self.eviction.build()
+
+
+OFFLOAD_KV_TOKENS = 32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
 
 
 @dataclass(frozen=True)
@@ -277,10 +330,17 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
     if length is None:
         length = facts.context_length
         decide("--max-seq-len-override", str(length), "the model's own maximum")
+    cache, offload = config.cache, config.offload
+    sized_by_rest = offload.moe_expert_offload and offload.num_slots is None and on_cuda
+    if sized_by_rest and cache.num_pages is None and cache.max_total_tokens is None:
+        tokens = min(OFFLOAD_KV_TOKENS, length)
+        decide("--max-total-tokens", str(tokens), "the rest of the memory goes to experts")
+        cache = dataclasses.replace(cache, max_total_tokens=tokens)
     return (
         dataclasses.replace(
             config,
             model=dataclasses.replace(model, device=device, dtype=dtype, max_seq_len_override=length),
+            cache=cache,
             kernel=dataclasses.replace(kernel, attention_backend=attention, moe_backend=moe),
         ),
         decisions,
@@ -314,6 +374,19 @@ def add_flags(parser: argparse.ArgumentParser, fields: list[dataclasses.Field[An
             group.add_argument(*names, action="store_true", **common)
         else:
             group.add_argument(*names, type=_parser_of(str(item.type)), choices=choices, **common)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag a field of `EngineConfig`, in its groups."""
+    for group in dataclasses.fields(EngineConfig):
+        fields = [item for name, item in iter_flags(EngineConfig) if name == group.name]
+        add_flags(parser, fields, group.name)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine flags that were given, as keyword arguments of `EngineConfig.from_kwargs` and `LLM`."""
+    names = {item.name for _, item in iter_flags(EngineConfig)}
+    return {name: value for name, value in vars(args).items() if name in names}
 
 
 def _parser_of(annotation: str) -> Any:

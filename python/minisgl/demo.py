@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from minisgl.config import add_engine_flags
 from minisgl.core import SamplingParams
+from minisgl.generate import load
 from minisgl.llm import LLM, timed_stream
 
 PROMPTS = (
@@ -17,9 +21,22 @@ PROMPTS = (
 SHADES = " ░▒▓█"
 
 
-def run_demo(llm: LLM, console: Console, max_tokens: int = 96) -> None:
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    add_engine_flags(parser)
+
+
+def run_demo(args: argparse.Namespace) -> int:
     """Two completions, streamed; then speed, experts used per layer, and where to go from here."""
-    llm.generate(list(PROMPTS), SamplingParams(max_tokens=4, ignore_eos=True))  # kernels compile at their first call
+    console = Console()
+    show(load(args, console, default_model="demo", record_routing=True), console)
+    return 0
+
+
+def show(llm: LLM, console: Console, max_tokens: int = 96) -> None:
+    """The demo with a model that is loaded."""
+    llm.generate(
+        list(PROMPTS), SamplingParams(max_tokens=4, ignore_eos=True)
+    )  # kernels compile at their first call
     if llm.trace is not None:
         llm.trace.clear()
     seconds, tokens = 0.0, 0
@@ -29,11 +46,13 @@ def run_demo(llm: LLM, console: Console, max_tokens: int = 96) -> None:
         timing = timed_stream(llm, prompt, params, lambda piece: console.out(piece, end="", highlight=False))
         console.print()
         seconds, tokens = seconds + timing.total, tokens + timing.num_tokens
-    console.print(f"\n{tokens} tokens, {tokens / seconds:.1f} tokens/s on {llm.config.model.device}", highlight=False)
+    console.print(
+        f"\n{tokens} tokens, {tokens / seconds:.1f} tokens/s on {llm.config.model.device}", highlight=False
+    )
     if llm.trace is not None and llm.trace.layers:
         _print_experts(llm.trace.counts(), llm.trace.layers, console)
     console.print(
-        "\nNext: [bold]python -m minisgl generate --model PATH \"your text\"[/] with a model of your own, or\n"
+        '\nNext: [bold]python -m minisgl generate --model PATH "your text"[/] with a model of your own, or\n'
         "      [bold]--moe-expert-quantization int8[/] to see the same model with 8-bit experts.",
         highlight=False,
     )

@@ -21,14 +21,20 @@ from minisgl.engine.memory import (
     Ledger,
     LedgerLine,
     available_host_bytes,
+    check_fits,
+    cuda_budget,
+    graph_bytes,
     pages_on_cpu,
     pages_on_cuda,
+    predict_ledger,
+    setup_of,
 )
 from minisgl.engine.sampler import SampleResult, sample
 from minisgl.engine.step import Chunk, SampledToken, SampleSpec
 from minisgl.kvcache import KVPool, bytes_per_page
 from minisgl.models.decoder import Decoder, DecoderInput
 from minisgl.models.loader import fill_dummy_weights, load_weights
+from minisgl.models.sizes import model_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.trace import RoutingTrace
 
@@ -74,6 +80,7 @@ class Engine:
         assert self.config.model.max_seq_len_override is not None
         self.max_seq_len = self.config.model.max_seq_len_override
         self.vocab_size = self.spec.vocab_size
+        self._check_memory()
         self.decoder = self._make_decoder()
         if self.config.model.dummy_weight:
             fill_dummy_weights(self.decoder, seed=0)
@@ -90,6 +97,14 @@ class Engine:
             self.trace.clear()  # sizing ran tokens of its own
 
     # --- construction --------------------------------------------------------------------------------------------
+
+    def _check_memory(self) -> None:
+        """Refuse what cannot fit before loading any of it; DoesNotFit says what is missing."""
+        ledger = predict_ledger(model_sizes(self.spec), setup_of(self.config))
+        if self.device.type == "cuda":
+            check_fits(ledger, cuda_budget(self.device, self.config.cache.memory_ratio))
+        else:
+            check_fits(ledger, available_host_bytes(), where="host")
 
     def _make_decoder(self) -> Decoder:
         kernel = self.config.kernel
@@ -144,7 +159,8 @@ class Engine:
         if self.device.type == "cpu":
             return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, available_host_bytes())
         self._run_largest_step()
-        return pages_on_cuda(self.device, cache.memory_ratio, page_bytes)
+        graphs = graph_bytes(model_sizes(spec), setup_of(self.config))
+        return pages_on_cuda(self.device, cache.memory_ratio, page_bytes, reserve_bytes=graphs)
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
