@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from minisgl.layers.linear import Linear, MergedLinear
+from minisgl.layers.launch import FUSED_ACTIVATIONS, gated_activation, use_kernels
+from minisgl.layers.linear import MergedLinear, RowLinear
 from minisgl.moe.base import Activation, activate
+from minisgl.parallel import SOLO, Group
 
 
 class GatedMLP(nn.Module):
-    """x [T, D] -> [T, D] through a hidden width F. gate and up are one product."""
+    """x [T, D] -> [T, D] through a hidden width F, which the ranks of `group` share evenly. gate and up are one product.
+
+    Raises ValueError if they can't.
+    """
 
     def __init__(
         self,
@@ -21,12 +26,21 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group = SOLO,
     ) -> None:
         super().__init__()
-        parts = {"gate": hidden_dim, "up": hidden_dim}
+        if hidden_dim % group.size:
+            raise ValueError(
+                f"--tp={group.size} does not divide the MLP's hidden dim {hidden_dim}: use another number"
+            )
+        hidden = group.shard(hidden_dim)
+        parts = {"gate": hidden, "up": hidden}
         self.gate_up = MergedLinear(model_dim, parts, bias=bias, device=device, dtype=dtype)
-        self.down = Linear(hidden_dim, model_dim, bias=bias, device=device, dtype=dtype)
+        self.down = RowLinear(hidden_dim, model_dim, bias=bias, device=device, dtype=dtype, group=group)
         self.activation: Activation = activation
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down(activate(self.gate_up(x_TD), self.activation))
+        gate_up_TF = self.gate_up(x_TD)
+        if use_kernels(gate_up_TF) and self.activation in FUSED_ACTIVATIONS:
+            return self.down(gated_activation(gate_up_TF, self.activation))
+        return self.down(activate(gate_up_TF, self.activation))

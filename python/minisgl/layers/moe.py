@@ -27,6 +27,7 @@ from minisgl.moe.base import Activation, ExpertShape, Problem, RoutingRule
 from minisgl.moe.exchange import Exchange, Local, Rows
 from minisgl.moe.formats import get_format
 from minisgl.moe.store import ExpertStore, ResidentStore
+from minisgl.moe.store.shard import ExpertShard
 
 
 class Router(nn.Module):
@@ -97,8 +98,10 @@ class MoELayer(nn.Module):
         exchange: Exchange | None = None,
         activation: Activation = "silu",
         shared: nn.Module | None = None,
+        shard: ExpertShard | None = None,
     ) -> None:
         """exchange: None means that this rank holds every expert. shared: added for every token.
+        shard: what of the model's experts the store holds, for loading; None means all.
 
         Raises ValueError if the parts don't fit together or the backend can't compute the store's format.
         """
@@ -112,6 +115,7 @@ class MoELayer(nn.Module):
             )
         self.router, self.shared = router, shared
         self.store, self.backend, self.exchange = store, backend, exchange
+        self.shard = shard or ExpertShard.whole(num_experts, store.shape.hidden_dim)
         self.activation: Activation = activation
         if reason := backend.supports(self._problem(1, router.weight.dtype), store.device):
             raise ValueError(f"the {backend.name} backend can't serve this layer: {reason}")

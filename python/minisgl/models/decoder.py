@@ -18,15 +18,16 @@ import torch
 from torch import nn
 
 from minisgl.attention.base import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
-from minisgl.layers.attention import Attention
+from minisgl.layers.attention import Attention, Heads
 from minisgl.layers.embedding import Embedding, LmHead
-from minisgl.layers.linear import MergedLinear
+from minisgl.layers.linear import Linear, MergedLinear, Shards
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
 from minisgl.models.experts import MoeFactory, resident_moe
 from minisgl.models.spec import ModelSpec
+from minisgl.parallel import SOLO, Group
 
 AttentionFactory = Callable[[AttentionProblem], AttentionBackend]
 """Asked once for each distinct problem of the model (a window here, none there)."""
@@ -51,12 +52,18 @@ class DecoderInput:
     num_valid: torch.Tensor | None = None
 
 
-def layer_problems(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> tuple[AttentionProblem, ...]:
-    """What each layer asks of attention, in layer order; equal problems compare equal."""
+def layer_problems(
+    spec: ModelSpec, page_size: int, dtype: torch.dtype, group: Group = SOLO
+) -> tuple[AttentionProblem, ...]:
+    """What each layer asks of attention on this rank, in layer order; equal problems compare equal.
+
+    Raises ValueError if the ranks of `group` can't share the model's heads.
+    """
+    heads = Heads.share(spec.num_heads, spec.num_kv_heads, group)
     return tuple(
         AttentionProblem(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=heads.q.length,
+            num_kv_heads=heads.kv.length,
             head_dim=spec.head_dim,
             page_size=page_size,
             dtype=dtype,
@@ -77,6 +84,7 @@ class DecoderLayer(nn.Module):
         backend: AttentionBackend,
         moe: MoELayer | None,
         device: torch.device,
+        group: Group,
     ) -> None:
         super().__init__()
         dtype, eps = problem.dtype, spec.norm_eps
@@ -89,6 +97,7 @@ class DecoderLayer(nn.Module):
             out_bias=spec.out_bias,
             qk_norm_eps=eps if spec.qk_norm else None,
             device=device,
+            heads=Heads.share(spec.num_heads, spec.num_kv_heads, group),
         )
         self.mlp_norm = RMSNorm(spec.model_dim, eps, device=device, dtype=dtype)
         self.moe = moe
@@ -101,6 +110,7 @@ class DecoderLayer(nn.Module):
                 bias=spec.mlp_bias,
                 device=device,
                 dtype=dtype,
+                group=group,
             )
 
     def forward(
@@ -128,6 +138,7 @@ class Decoder(nn.Module):
     attention: chooses a backend for each kind of layer. page_size: of the KV cache. dtype: of weights and
     activations.
     moe_factory: builds the sparse layers; None for resident experts and the backend that suits the device.
+    group: the ranks that share heads, hidden dims and vocabulary; each builds a decoder of its own.
     """
 
     def __init__(
@@ -139,21 +150,24 @@ class Decoder(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         moe_factory: MoeFactory | None = None,
+        group: Group = SOLO,
     ) -> None:
         super().__init__()
         self.spec, self.device, self.dtype = spec, device, dtype
-        problems = layer_problems(spec, page_size, dtype)
+        problems = layer_problems(spec, page_size, dtype, group)
         self.backends = {problem: attention(problem) for problem in dict.fromkeys(problems)}
-        make_moe = moe_factory or resident_moe(spec, device=device, dtype=dtype)
-        self.embedding = Embedding(spec.vocab_size, spec.model_dim, device=device, dtype=dtype)
+        make_moe = moe_factory or resident_moe(spec, device=device, dtype=dtype, group=group)
+        self.embedding = Embedding(spec.vocab_size, spec.model_dim, device=device, dtype=dtype, group=group)
         self.rotary = Rotary(spec.rope, device)
         self.layers = nn.ModuleList()
         for index, problem in enumerate(problems):
             moe = make_moe(index, spec.moe) if spec.moe is not None and spec.is_sparse(index) else None
-            self.layers.append(DecoderLayer(spec, problem, self.backends[problem], moe, device))
+            self.layers.append(DecoderLayer(spec, problem, self.backends[problem], moe, device, group))
         self.norm = RMSNorm(spec.model_dim, spec.norm_eps, device=device, dtype=dtype)
         tied_to = self.embedding if spec.tie_embeddings else None
-        self.lm_head = LmHead(spec.vocab_size, spec.model_dim, tied_to=tied_to, device=device, dtype=dtype)
+        self.lm_head = LmHead(
+            spec.vocab_size, spec.model_dim, tied_to=tied_to, device=device, dtype=dtype, group=group
+        )
 
     def plan(self, batch: AttentionBatch) -> dict[AttentionProblem, Any]:
         """Once a step, before `forward`: every attention backend's preparation, by problem."""
@@ -192,4 +206,13 @@ class Decoder(nn.Module):
                 out.update({f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)})
         if self.spec.tie_embeddings:
             del out["lm_head.weight"]
+        return out
+
+    def shards(self) -> Shards:
+        """Places that hold only a part of the checkpoint's tensor, by the names of `places`: (dim, part of it)."""
+        out: Shards = {}
+        for path, module in self.named_modules():
+            if isinstance(module, (Linear, Embedding)):
+                parent = path.rpartition(".")[0] if isinstance(module, MergedLinear) else path
+                out.update({f"{parent}.{name}": shard for name, shard in module.shards().items()})
         return out

@@ -17,19 +17,22 @@ from minisgl.models.family import MoESpec
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.backend import MoeBackend
 from minisgl.moe.base import ExpertShape
-from minisgl.moe.exchange import Exchange
+from minisgl.moe.exchange import Exchange, Local
 from minisgl.moe.formats import get_format
 from minisgl.moe.registry import make_backend
 from minisgl.moe.store import ExpertStore, ResidentStore
+from minisgl.moe.store.shard import ExpertShard, ExpertSpread
+from minisgl.parallel import SOLO, Group
 
 MoeFactory = Callable[[int, MoESpec], MoELayer]
 """Layer index and the model's MoE numbers -> that layer."""
 
 
-def expert_shape(spec: ModelSpec) -> ExpertShape:
-    """D, F and biases of one expert of an MoE model."""
+def expert_shape(spec: ModelSpec, shard: ExpertShard | None = None) -> ExpertShape:
+    """D, F and biases of one expert of an MoE model, or of a rank's part of it."""
     assert spec.moe is not None
-    return ExpertShape(spec.model_dim, spec.moe.hidden_dim, bias=spec.moe.expert_bias)
+    hidden_dim = spec.moe.hidden_dim if shard is None else shard.hidden.length
+    return ExpertShape(spec.model_dim, hidden_dim, bias=spec.moe.expert_bias)
 
 
 def build_moe_layer(
@@ -38,10 +41,16 @@ def build_moe_layer(
     backend: MoeBackend,
     *,
     exchange: Exchange | None = None,
+    shard: ExpertShard | None = None,
+    group: Group = SOLO,
     device: torch.device,
     dtype: torch.dtype,
 ) -> MoELayer:
-    """A layer with router and shared experts as the spec says, uninitialised, around the given parts."""
+    """A layer with router and shared experts as the spec says, uninitialised, around the given parts.
+
+    exchange, shard: which experts the store holds and how tokens reach the others; None where it holds all.
+    group: the ranks that share the hidden dim of the shared experts.
+    """
     moe = spec.moe
     assert moe is not None
     router = Router(
@@ -55,11 +64,33 @@ def build_moe_layer(
     )
     shared = None
     if moe.shared_hidden_dim:
-        mlp = GatedMLP(spec.model_dim, moe.shared_hidden_dim, moe.activation, device=device, dtype=dtype)
+        mlp = GatedMLP(
+            spec.model_dim, moe.shared_hidden_dim, moe.activation, device=device, dtype=dtype, group=group
+        )
         shared = SharedExpert(
             mlp, gated=moe.shared_gate, model_dim=spec.model_dim, device=device, dtype=dtype
         )
-    return MoELayer(router, store, backend, exchange=exchange, activation=moe.activation, shared=shared)
+    return MoELayer(
+        router, store, backend, exchange=exchange, activation=moe.activation, shared=shared, shard=shard
+    )
+
+
+def expert_shard(spec: ModelSpec, spread: ExpertSpread | None, group: Group) -> ExpertShard:
+    """What this rank's store holds: the experts that `spread` gives it, or, with None, its part of each one's F.
+
+    Raises ValueError if F can't be shared evenly.
+    """
+    moe = spec.moe
+    assert moe is not None
+    if spread is not None:
+        return spread.shard(group.rank, moe.hidden_dim)
+    if moe.hidden_dim % group.size:
+        raise ValueError(
+            f"--tp={group.size} does not divide the experts' hidden dim {moe.hidden_dim}: use another number, or keep "
+            f"experts whole with --expert-parallel-size {group.size}"
+        )
+    every = tuple(range(moe.num_experts))
+    return ExpertShard(moe.num_experts, every, group.shard(moe.hidden_dim), adds_down_bias=group.rank == 0)
 
 
 def resident_moe(
@@ -69,12 +100,27 @@ def resident_moe(
     weight_format: str = "none",
     device: torch.device,
     dtype: torch.dtype,
+    group: Group = SOLO,
 ) -> MoeFactory:
-    """The default factory: every expert on the device, one backend (and so one workspace) for all layers."""
+    """The default factory: every expert on the device, one backend (and so one workspace) for all layers.
+
+    The ranks of `group` share the hidden dim of every expert.
+    """
     shared_backend, experts = make_backend(backend, device), get_format(weight_format, dtype)
 
     def build(layer: int, moe: MoESpec) -> MoELayer:
-        store = ResidentStore(moe.num_experts, expert_shape(spec), experts, device)
-        return build_moe_layer(spec, store, shared_backend, device=device, dtype=dtype)
+        shard = expert_shard(spec, None, group)
+        store = ResidentStore(moe.num_experts, expert_shape(spec, shard), experts, device)
+        exchange = Local(moe.num_experts, group)
+        return build_moe_layer(
+            spec,
+            store,
+            shared_backend,
+            exchange=exchange,
+            shard=shard,
+            group=group,
+            device=device,
+            dtype=dtype,
+        )
 
     return build

@@ -2,7 +2,8 @@
 
 All headers are read first, so a missing or misshapen tensor is reported within milliseconds and not after minutes. Then
 each tensor goes from the mapped file straight into the view of the parameter it belongs to (`Decoder.places`), converted
-to the engine's dtype on the way, or to the expert store of its layer (`ExpertStore.sink`).
+to the engine's dtype on the way, or to the expert store of its layer (`ExpertStore.sink`). Of several ranks each reads
+only its slice of a tensor and only its experts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from rich.progress import (
 )
 from safetensors import SafetensorError, safe_open
 
+from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.decoder import Decoder
 from minisgl.models.family import TOP_NAMES
+from minisgl.models.slices import read_expert, read_part
 from minisgl.models.spec import ModelSpec
-from minisgl.moe.store import ExpertStore
+from minisgl.parallel import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -140,23 +143,24 @@ def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
             f"{folder}: weights quantized with {decoder.spec.quantization!r} are not served; use a plain checkpoint"
         )
     start = time.monotonic()
-    places = decoder.places()
-    stores = {layer: moe.store for layer, moe in decoder.moe_layers().items()}
-    work = _match(read_headers(folder), NameMap(decoder.spec), places, folder)
+    places, shards = decoder.places(), decoder.shards()
+    layers = decoder.moe_layers()
+    work = _match(read_headers(folder), NameMap(decoder.spec), decoder, folder)
     total = sum(header.num_bytes for header, _ in work)
     by_file: dict[Path, list[tuple[Header, Target]]] = {}
     for header, target in work:
         by_file.setdefault(header.file, []).append((header, target))
+    num_bytes = 0
     with _progress(total) as advance:
         for file, items in by_file.items():
             with _open(file) as tensors:
                 for header, target in items:
-                    _put(places, stores, target, header, tensors.get_tensor(header.name))
+                    num_bytes += _put(places, shards, layers, target, header, tensors)
                     advance(header.num_bytes)
-    for layer, store in stores.items():
-        if gaps := store.missing():
+    for layer, moe in layers.items():
+        if gaps := moe.store.missing():
             raise ValueError(f"{folder}: layer {layer} lacks weights: {_some(gaps)}; fetch the model again")
-    report = LoadReport(len(work), total, time.monotonic() - start)
+    report = LoadReport(len(work), num_bytes, time.monotonic() - start)
     if report.seconds > WORTH_A_LINE_S:
         logger.info("%s", report)
     return report
@@ -217,9 +221,14 @@ def _read_index(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _match(
-    headers: list[Header], names: NameMap, places: dict[str, torch.Tensor], folder: Path
+    headers: list[Header], names: NameMap, decoder: Decoder, folder: Path
 ) -> list[tuple[Header, Target]]:
-    """Pair every tensor on disk with its target, and check shapes, types and completeness of everything but experts."""
+    """Pair every tensor on disk with its target, and check shapes, types and completeness of everything but experts.
+
+    Experts of other ranks are left out.
+    """
+    places, shards = decoder.places(), decoder.shards()
+    layers = decoder.moe_layers()
     work: list[tuple[Header, Target]] = []
     unknown, seen = [], set()
     for header in headers:
@@ -233,13 +242,15 @@ def _match(
                 f"{header.name} in {header.file} is stored as {header.dtype}; only {sorted(FLOATS)} are served"
             )
         if target.place is not None:
-            expected = tuple(places[target.place].shape)
+            expected = _checkpoint_shape(places[target.place], shards.get(target.place))
             if header.shape != expected:
                 raise ValueError(
                     f"{header.name} in {header.file}: expected shape {list(expected)}, found {list(header.shape)}; "
                     "do config.json and weights belong together?"
                 )
             seen.add(target.place)
+        elif target.expert is not None and layers[target.layer].shard.is_elsewhere(target.expert):
+            continue
         work.append((header, target))
     if absent := [f"{names.checkpoint_name(p)} {list(places[p].shape)}" for p in places if p not in seen]:
         raise ValueError(f"{folder} lacks {_some(absent)}; fetch the model again")
@@ -248,20 +259,41 @@ def _match(
     return work
 
 
+def _checkpoint_shape(place: torch.Tensor, part: tuple[int, Shard] | None) -> tuple[int, ...]:
+    """The shape that a tensor has on disk, of which `place` may be a part."""
+    shape = list(place.shape)
+    if part is not None:
+        dim, shard = part
+        shape[dim] = shard.total
+    return tuple(shape)
+
+
 def _put(
     places: Mapping[str, torch.Tensor],
-    stores: Mapping[int, ExpertStore],
+    shards: Mapping[str, tuple[int, Shard]],
+    layers: Mapping[int, MoELayer],
     target: Target,
     header: Header,
-    tensor: torch.Tensor,
-) -> None:
+    tensors: Any,
+) -> int:
+    """Read what this rank needs of a tensor, and put it where it belongs. Returns the bytes read."""
+    view = tensors.get_slice(header.name)
     if target.place is not None:
-        places[target.place].copy_(tensor)
-        return
+        place = places[target.place]
+        if target.place in shards:
+            dim, shard = shards[target.place]
+            place, tensor = place.narrow(dim, 0, shard.length), read_part(view, dim, shard)
+        else:
+            tensor = tensors.get_tensor(header.name)
+        place.copy_(tensor)
+        return tensor.nbytes
+    layer, expert = layers[target.layer], target.expert
     try:
-        stores[target.layer].sink(target.expert, target.part, tensor)
+        tensor = read_expert(view, target.part, expert is None, layer.shard)
+        layer.store.sink(expert if expert is None else layer.shard.local(expert), target.part, tensor)
     except ValueError as error:
         raise ValueError(f"{header.name} in {header.file}: {error}") from error
+    return tensor.nbytes
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from minisgl.layers.embedding import Embedding, LmHead
 from minisgl.layers.linear import Linear, MergedLinear
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
+from minisgl.parallel import Shard
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,9 @@ def test_add_then_norm():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_merged_linear_is_its_parts(bias):
-    merged = MergedLinear(6, {"q": 4, "k": 2, "v": 3}, bias=bias, device=CPU, dtype=torch.float32)
+    merged = MergedLinear(
+        6, {"q": Shard(4), "k": Shard(2), "v": Shard(3)}, bias=bias, device=CPU, dtype=torch.float32
+    )
     places = merged.places()
     assert sorted(places) == sorted(
         f"{p}.{t}" for p in "qkv" for t in (["weight", "bias"] if bias else ["weight"])

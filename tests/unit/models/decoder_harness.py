@@ -39,9 +39,8 @@ class Session:
         spec, self.decoder = decoder.spec, decoder
         pages = -(-max_len // PAGE_SIZE)
         num_pages = 1 + num_sequences * pages
-        pool = KVPool(
-            spec.num_layers, num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim, decoder.dtype, CPU
-        )
+        (kv_heads,) = {problem.num_kv_heads for problem in decoder.backends}
+        pool = KVPool(spec.num_layers, num_pages, PAGE_SIZE, kv_heads, spec.head_dim, decoder.dtype, CPU)
         self.caches = [LayerCache(*pool.layer(i)) for i in range(spec.num_layers)]
         # Pages in a shuffled order: what is neighbouring in a sequence is not in the pool.
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1

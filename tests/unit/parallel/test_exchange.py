@@ -215,9 +215,10 @@ def test_the_layer_with_router_and_padding_rows() -> None:
         part = ExpertShard(E, tuple(range(E)), group.shard(F))
         store = ResidentStore(E, ExpertShape(D, part.hidden.length), get_format("none", torch.float32), CPU)
         for name, tensor in (("gate_up", WEIGHTS.gate_up), ("down", WEIGHTS.down)):
-            for dim, ranges in part.ranges(name):
-                tensor = torch.cat([tensor.narrow(dim + 1, a, b - a) for a, b in ranges], dim + 1)
-            store.sink(None, name, tensor)
+            cut = part.cut(name)
+            assert cut is not None and tensor.shape[cut.dim + 1] == cut.total
+            pieces = [tensor.narrow(cut.dim + 1, a, b - a) for a, b in cut.ranges]
+            store.sink(None, name, torch.cat(pieces, cut.dim + 1))
         return MoELayer(whole.router, store, BACKEND, exchange=Local(E, group))(x_TD, num_valid)
 
     for work in (expert_parallel, tensor_parallel):
@@ -247,7 +248,7 @@ def test_every_expert_has_one_owner_and_local_numbers_are_dense() -> None:
             assert sum(expert in experts for experts in held) == (4 if expert in (5, 2) else 1)
         shard = spread.shard(1, F)
         assert [shard.local(expert) for expert in held[1]] == list(range(len(held[1])))
-        assert shard.local(next(e for e in range(12) if e not in held[1])) is None
+        assert [shard.is_elsewhere(e) for e in range(13)] == [e not in held[1] and e < 12 for e in range(13)]
 
 
 def test_shards_cover_a_dimension_once() -> None:

@@ -39,23 +39,34 @@ class ExpertShard:
         """One rank with everything."""
         return cls(num_experts, tuple(range(num_experts)), Shard(hidden_dim))
 
-    def local(self, expert: int) -> int | None:
-        """The store's number of a global expert, None if it lives elsewhere."""
-        return self.experts.index(expert) if expert in self.experts else None
+    def local(self, expert: int) -> int:
+        """The store's number of a global expert that it holds; a number that no rank has stays itself, to be refused there."""
+        return self.experts.index(expert) if expert in self.experts else expert
 
-    def ranges(self, part: str) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Pieces of one expert's checkpoint tensor that this rank keeps: [(dim, [(start, stop), …])], side by side in order.
+    def is_elsewhere(self, expert: int) -> bool:
+        """Whether a global expert exists and other ranks hold it."""
+        return expert < self.num_experts and expert not in self.experts
 
-        part: "gate", "up", "gate_up", "down", or one of these with "_bias". gate_up has two pieces: a half of each half.
+    def cut(self, part: str) -> Cut | None:
+        """How one expert's checkpoint tensor is cut to this rank's part; None where all of it is kept.
+
+        part: "gate", "up", "gate_up", "down", or one of these with "_bias".
         """
         start, stop, total = self.hidden.start, self.hidden.stop, self.hidden.total
-        if self.hidden.length == total:
-            return []
-        if part.startswith("gate_up"):
-            return [(0, [(start, stop), (total + start, total + stop)])]
-        if part.startswith(("gate", "up")):
-            return [(0, [(start, stop)])]
-        return [(1, [(start, stop)])] if part == "down" else []
+        if self.hidden.length == total or part == "down_bias":
+            return None
+        if part.startswith("gate_up"):  # a piece of each half
+            return Cut(0, 2 * total, ((start, stop), (total + start, total + stop)))
+        return Cut(1 if part == "down" else 0, total, ((start, stop),))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Ranges of dim `dim`, which has `total` elements in the checkpoint, to be put side by side."""
+
+    dim: int
+    total: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
