@@ -94,7 +94,10 @@ class LLM:
         self, model: str, *, eviction_policy: Any = None, record_routing: bool = False, **options: Any
     ) -> None:
         requested = EngineConfig.from_kwargs(model=model, **options)
-        folder = resolve_model(requested.model.model, requested.model.model_source, requested.model.revision)
+        name, source = requested.model.model, requested.model.model_source
+        folder = resolve_model(
+            name, source, requested.model.revision, weights=not requested.model.dummy_weight
+        )
         self.engine = Engine(requested, folder, record_routing=record_routing)
         self.scheduler = build_scheduler(self.engine, eviction_policy=eviction_policy)
         self.tokenizer: Tokenizer | None = None
