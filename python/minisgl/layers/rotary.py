@@ -130,10 +130,17 @@ class Rotary(nn.Module):
         inv_freq = self.inv_freq_J
         if self.spec.kind == "dynamic":
             inv_freq = self._dynamic_inv_freq(positions_T)
-        angles_TJ = positions_T[:, None].float() * inv_freq
+        angles_T1J = (positions_T[:, None] * inv_freq).unsqueeze(1)  # an integer times a float32 is one in float32
+        cos_T1J = torch.empty(angles_T1J.shape, dtype=dtype, device=angles_T1J.device)
+        sin_T1J = torch.empty_like(cos_T1J)
         scale = self.spec.attention_factor
-        cos, sin = angles_TJ.cos() * scale, angles_TJ.sin() * scale
-        return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+        if scale == 1.0:  # rounded to dtype on the way out: three launches in all
+            torch.cos(angles_T1J, out=cos_T1J)
+            torch.sin(angles_T1J, out=sin_T1J)
+        else:
+            torch.mul(angles_T1J.cos(), scale, out=cos_T1J)
+            torch.mul(angles_T1J.sin(), scale, out=sin_T1J)
+        return cos_T1J, sin_T1J
 
     def _dynamic_inv_freq(self, positions_T: torch.Tensor) -> torch.Tensor:
         """[T, J]: frequencies of a sequence that ends at each position."""

@@ -1,0 +1,72 @@
+"""The kernels of layers and sampler compile for GPUs that aren't here, with dependent launch, and spill nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from minisgl.attention import AttentionProblem, LayerCache
+from minisgl.core import SamplingParams
+from minisgl.engine import sampler
+from minisgl.engine.step import SampleSpec
+from minisgl.layers import launch
+from tests.unit.attention.test_attention_compile import LIMITS, NamedTarget, spilled_bytes
+
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture(params=sorted(LIMITS), ids=lambda capability: f"sm_{capability}")
+def compiled(request, monkeypatch) -> tuple[int, list[Any]]:
+    """Shared memory of the device, and the list that collects what would have been launched."""
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(function, *args, grid, warmup, **options):
+        found.append(run(function, *args, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", NamedTarget(request.param))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
+    return LIMITS[request.param].shared_bytes, found
+
+
+def check(compiled: tuple[int, list[Any]], folder, names: list[str]) -> None:
+    shared_bytes, found = compiled
+    assert [kernel.metadata.name for kernel in found] == names
+    for kernel in found:
+        assert kernel.metadata.shared <= shared_bytes, kernel.metadata.name
+        assert spilled_bytes(kernel, folder) == 0, kernel.metadata.name
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=DTYPE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 100], ids=["decode", "prefill"])
+def test_layers(compiled, tmp_path, tokens):
+    problem = AttentionProblem(32, 4, 128, page_size=16, dtype=DTYPE, scale=0.1)
+    norms = launch.HeadNorms(rows(128), rows(128), 1e-6)
+    cache = LayerCache(rows(2, 16, 4, 128), rows(2, 16, 4, 128))
+    slots_T = torch.zeros(tokens, dtype=torch.int64)
+    launch.add_rms_norm(rows(tokens, 5120), rows(tokens, 5120), rows(5120), 1e-6)
+    rotation = (rows(tokens, 1, 64), rows(tokens, 1, 64))
+    launch.rotate_and_store(rows(tokens, 40 * 128), problem, norms, rotation, cache, slots_T)
+    launch.gated_activation(rows(tokens, 2 * 17_408), "silu")
+    launch.gated_activation(rows(tokens, 2 * 17_408), "gelu")
+    names = ["add_rms_norm_kernel", "rotate_and_store_kernel", *["gated_activation_kernel"] * 2]
+    check(compiled, tmp_path, names)
+
+
+@pytest.mark.slow
+def test_sampler(compiled, tmp_path):
+    spec = SampleSpec(SamplingParams(temperature=0.7), 0, 1, [1], 1, frozenset())
+    sampler.race(torch.zeros(2, 151_936), [spec, spec])
+    sampler.race(torch.zeros(2, 151_936), [])
+    check(compiled, tmp_path, ["scan_kernel", "choose_kernel"] * 2)
