@@ -7,12 +7,18 @@ before any of this.
 The draw is a race of exponentials (argmax of p / e, e ~ Exp(1)), which needs neither a cumulative sum nor a sort, so the
 vocabulary is sorted only for rows that use top-k or top-p. The random numbers are a hash of (seed, position, token id):
 no generator state to carry, the same numbers on every device, in every batch composition, and after preemption.
+
+On CUDA two launches (`engine.kernels`) do all of this for greedy rows and for rows that only have a temperature; what is
+written here in torch is the definition, and serves the CPU and rows with top-k, top-p or min-p.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +27,10 @@ from minisgl.core import TokenLogprobs
 from minisgl.engine.step import SampledToken, SampleSpec
 
 _MASK32 = 0xFFFFFFFF
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # platforms without it have no CUDA either
+# Any: Triton's launch syntax is beyond type checkers.
+kernels: Any = importlib.import_module("minisgl.engine.kernels") if HAS_TRITON else None
+CHUNK = 2048  # logits a program of the scan reads: a row of 150,000 keeps half of a large GPU busy
 
 
 @dataclass(frozen=True)
@@ -68,16 +78,23 @@ def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> SampleResult
     """Choose one token a row. logits_BV: any floating type, [B, V]; row i belongs to specs[i]. No host synchronisation."""
     assert logits_BV.shape[0] == len(specs) > 0
     raw_BV = logits_BV.float()
-    valid_B = ~torch.isnan(raw_BV).any(dim=-1) & (raw_BV.amax(dim=-1) > -torch.inf)
     scores_BV = _constrain(raw_BV, specs)
-    tokens_B = scores_BV.argmax(dim=-1)
     random_rows = [i for i, spec in enumerate(specs) if spec.params.temperature > 0]
-    if random_rows:
-        chosen = _draw(_rows(scores_BV, random_rows), [specs[i] for i in random_rows])
-        if len(random_rows) == len(specs):
+    if HAS_TRITON and raw_BV.is_cuda:
+        drawn = [i for i in random_rows if _is_restricted(specs[i])]
+        tokens_B, valid_B = race(scores_BV, specs)
+        if scores_BV is not raw_BV:
+            _, valid_B = race(raw_BV, [])
+    else:
+        drawn = random_rows
+        tokens_B = scores_BV.argmax(dim=-1)
+        valid_B = ~torch.isnan(raw_BV).any(dim=-1) & (raw_BV.amax(dim=-1) > -torch.inf)
+    if drawn:
+        chosen = _draw(_rows(scores_BV, drawn), [specs[i] for i in drawn])
+        if len(drawn) == len(specs):
             tokens_B = chosen
         else:
-            tokens_B = tokens_B.index_copy(0, _to_device(random_rows, torch.int64, raw_BV.device), chosen)
+            tokens_B = tokens_B.index_copy(0, _to_device(drawn, torch.int64, raw_BV.device), chosen)
     top = max((spec.params.logprobs for spec in specs if spec.params.logprobs is not None), default=None)
     if top is None:
         return SampleResult(tokens_B, valid_B)
@@ -85,6 +102,40 @@ def sample(logits_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> SampleResult
     values, ids = logprobs_BV.topk(max(top, 1), dim=-1)
     own_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
     return SampleResult(tokens_B, valid_B, own_B, values, ids)
+
+
+def _is_restricted(spec: SampleSpec) -> bool:
+    """Whether the draw needs more than one look at the distribution."""
+    p = spec.params
+    return p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0
+
+
+def race(scores_BV: torch.Tensor, specs: Sequence[SampleSpec]) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens int64 [B], valid bool [B] by the kernels: the draw for rows with no more than a temperature, else the argmax.
+
+    scores_BV: float32, rows contiguous. No specs: argmax for all.
+    """
+    assert scores_BV.dtype == torch.float32 and scores_BV.stride(1) == 1
+    rows, vocab = scores_BV.shape
+    device, chunks = scores_BV.device, -(-vocab // CHUNK)
+    racing = [spec.params.temperature > 0 and not _is_restricted(spec) for spec in specs]
+    keys_B = temperatures_B = scores_BV  # not read unless a row races
+    if any(racing):
+        temperatures = [spec.params.temperature if runs else 0.0 for spec, runs in zip(specs, racing)]
+        temperatures_B = _to_device(temperatures, torch.float32, device)
+        keys_B = _to_device([_key(spec.seed, spec.position) for spec in specs], torch.int64, device)
+    values = torch.empty((2, rows, chunks), dtype=torch.float32, device=device)
+    places = torch.empty((2, rows, chunks), dtype=torch.int32, device=device)
+    parts = (values[0], places[0], values[1], places[1])
+    tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
+    valid_B = torch.empty(rows, dtype=torch.uint8, device=device)
+    options = {"RACE": any(racing), "num_warps": 4}
+    kernels.scan_kernel[(rows, chunks)](
+        scores_BV, keys_B, temperatures_B, *parts, scores_BV.stride(0), vocab, BLOCK=CHUNK, **options
+    )
+    block = 1 << (chunks - 1).bit_length()
+    kernels.choose_kernel[(rows,)](temperatures_B, *parts, tokens_B, valid_B, chunks, BLOCK=block, **options)
+    return tokens_B, valid_B.view(torch.bool)
 
 
 def _rows(scores_BV: torch.Tensor, rows: list[int]) -> torch.Tensor:
