@@ -25,17 +25,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Server:
-    """A running server process and a client for it."""
+    """A running server process and a client for it. module and arguments: what to run with python -m."""
 
-    def __init__(self, folder: str, wait: bool = True, **settings: dict[str, object]):
+    def __init__(self, module: str, arguments: list[str], wait: bool = True, port: int = 0):
         env = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "minisgl.server.null_server", folder, json.dumps(settings)]
+        command = [sys.executable, "-m", module, *arguments]
         self.process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.log: list[str] = []
         threading.Thread(target=self._read_log, daemon=True).start()
-        self.port = int(settings.get("server", {}).get("port", 0))  # pyright: ignore
+        self.port = port
         if wait:
             assert self.process.stdout is not None
             line = self.process.stdout.readline()
@@ -71,6 +71,17 @@ class Server:
         return self.process.wait(timeout)
 
 
+@contextlib.contextmanager
+def closing(server: Server) -> Iterator[Server]:
+    """Kill the server at the end, if it still runs."""
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
 def parse_stream(text: str) -> list[dict]:
     """Payloads of a stream that must end with [DONE]."""
     frames = text.split("\n\n")
@@ -93,13 +104,10 @@ def start_server(tokenizer_folder: str) -> Callable[..., contextlib.AbstractCont
 
     @contextlib.contextmanager
     def start(wait: bool = True, **settings: dict[str, object]) -> Iterator[Server]:
-        server = Server(tokenizer_folder, wait, **settings)
-        try:
+        arguments = [tokenizer_folder, json.dumps(settings)]
+        port = int(settings.get("server", {}).get("port", 0))  # pyright: ignore
+        with closing(Server("minisgl.server.null_server", arguments, wait, port)) as server:
             yield server
-        finally:
-            if server.process.poll() is None:
-                server.process.kill()
-                server.process.wait()
 
     return start
 
@@ -117,3 +125,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def start_demo() -> Callable[..., contextlib.AbstractContextManager[Server]]:
+    """A context manager that serves the bundled demo model with the real engine; options are EngineConfig fields."""
+
+    def start(**engine: object) -> contextlib.AbstractContextManager[Server]:
+        return closing(Server("tests.server.serve_demo", [json.dumps({"engine": engine})]))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def demo(start_demo) -> Iterator[Server]:
+    """The demo model with its defaults."""
+    with start_demo() as running:
+        yield running

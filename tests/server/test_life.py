@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import signal
 import socket
 import threading
@@ -12,6 +11,8 @@ import time
 
 import httpx
 import pytest
+
+from tests.server.helpers import all_free, pages, until
 
 SLOW = {"null": {"step_seconds": 0.01}}
 
@@ -22,35 +23,6 @@ def slow(start_server):
     with start_server(server={"api_key": "secret", "cors_origins": ["http://page"]}, **SLOW) as server:
         server.http.headers["authorization"] = "Bearer secret"
         yield server
-
-
-def pages(server) -> dict[str, float]:
-    """The page counters of the engine."""
-    text = server.http.get("/metrics").text
-    return {
-        m[1]: float(m[2]) for m in re.finditer(r"^minisgl:kv_pages_(\w+)\{.*\} (\S+)$", text, re.MULTILINE)
-    }
-
-
-def metric(server, name: str) -> float:
-    found = re.search(rf"^{name}(?:_total)?\{{.*\}} (\S+)$", server.http.get("/metrics").text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])
-
-
-def until(condition, seconds: float) -> bool:
-    """Whether the condition comes true in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def all_free(server) -> bool:
-    state = pages(server)
-    return state["protected"] == 0 and metric(server, "vllm:num_requests_running") == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -25,13 +25,12 @@ def serve_model(
 ) -> int:
     """Serve a model until told to stop. ValueError, with the remedy, for what cannot work; see `launch` for exit codes.
 
-    watch_experts: feed the expert map of the page at / (always on for the CPU, where it costs next to nothing).
+    watch_experts: feed the expert map of the page at /; see `ModelEngine`.
     """
     model = engine.model
     folder = str(resolve_model(model.model, model.model_source, model.revision))
     name = model.model.rstrip("/") or folder
-    watch = watch_experts or model.device == "cpu"
-    return serve(server, name, ModelEngine(engine, folder, watch), folder, on_ready)
+    return serve(server, name, ModelEngine(engine, folder, watch_experts), folder, on_ready)
 
 
 def chat_with_url(url: str, api_key: str | None = None) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from minisgl.config import EngineConfig
 from minisgl.core import Grammar, TokenConstraint
@@ -22,8 +23,9 @@ _FADE = 0.8  # share of an expert's heat that is left after one beat
 
 @dataclass(frozen=True)
 class ModelEngine:
-    """A picklable recipe. folder: the model's local folder. watch_experts: record routing for the live view; it forgoes CUDA
-    graphs, so it is meant for the CPU and for looking, not for speed."""
+    """A picklable recipe. folder: the model's local folder. watch_experts: record routing for the live view. It forgoes CUDA
+    graphs, so on a GPU it is for looking, not for speed; on a CPU it is always on.
+    """
 
     config: EngineConfig
     folder: str
@@ -31,7 +33,9 @@ class ModelEngine:
 
     def __call__(self) -> EngineParts:
         """Load the model. ValueError, with the remedy, for anything that cannot work."""
-        engine = Engine(self.config, Path(self.folder), record_routing=self.watch_experts)
+        device = self.config.model.device
+        on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        engine = Engine(self.config, Path(self.folder), record_routing=self.watch_experts or on_cpu)
         scheduler = build_scheduler(engine, constraint_factory=_LazyGrammars(self.folder, engine.vocab_size))
         moe = engine.spec.moe
         num_experts = moe.num_experts if moe is not None else 0

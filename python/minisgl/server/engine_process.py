@@ -97,7 +97,7 @@ class EngineLoop:
                 outputs = self._scheduler.step()
                 if outputs:
                     self._end.send(Outputs(outputs))
-            self._beat()
+            self.beat()
 
     def _apply(self, command: Command) -> None:
         if isinstance(command, Stop):
@@ -118,7 +118,8 @@ class EngineLoop:
             failed = StepOutput(request.request_id, None, finish_reason=FinishReason.ERROR, error=repr(error))
             self._end.send(Outputs([failed]))
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Send the numbers of the moment, if the last ones are old enough; look whether the parent lives."""
         now = time.monotonic()
         if now - self._last_beat < BEAT_SECONDS:
             return
@@ -150,8 +151,10 @@ def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
     end = EngineEnd(addresses)
     try:
         parts = factory()
+        loop = EngineLoop(parts, end, parent.is_alive if parent else lambda: True)
+        loop.beat()  # first, so that whoever waits for readiness finds numbers
         end.send(Ready(parts.facts))
-        EngineLoop(parts, end, parent.is_alive if parent else lambda: True).run()
+        loop.run()
     except Exception as error:
         logger.exception("the engine failed")
         end.send(Failed(f"{type(error).__name__}: {error}"))

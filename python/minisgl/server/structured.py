@@ -16,7 +16,6 @@ from minisgl.core import Grammar, TokenConstraint
 from minisgl.text import Tokenizer
 
 MAX_GRAMMAR_CHARS = 200_000
-_MAX_WHITESPACE = 32  # between two JSON tokens: enough for pretty printing, too little to idle in
 _MAX_VISITS = 50_000
 _UNSUPPORTED = ("not", "if", "contains", "dependentSchemas")  # xgrammar would silently ignore these
 
@@ -195,9 +194,12 @@ class GrammarFactory:
 
     def _compile(self, grammar: Grammar) -> Any:
         if grammar.kind == "json_object":
-            return self._compiler.compile_json_schema('{"type": "object"}', strict_mode=False)
+            return self._compiler.compile_json_schema(
+                '{"type": "object"}', any_whitespace=False, strict_mode=False
+            )
         if grammar.kind == "json_schema":
-            return self._compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_MAX_WHITESPACE)
+            # free white space would let a weak model idle between two tokens for ever
+            return self._compiler.compile_json_schema(grammar.text, any_whitespace=False)
         if grammar.kind == "regex":
             return self._compiler.compile_regex(grammar.text)
         return self._compiler.compile_grammar(grammar.text)

@@ -1,0 +1,151 @@
+"""The real engine behind the server: pages, prefixes, preemption, sameness (cases 14 to 19), on the bundled demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+
+import pytest
+
+from minisgl.server.bench_client import HttpStream
+from tests.server.helpers import all_free, ask_all, metric, pages, texts, until
+
+STORY = "Once upon a time, there was a little fox who lived at the edge of a big forest. "
+
+
+def body(prompt: str, tokens: int = 12, **fields) -> dict:
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages_within_a_second(demo, stream):
+    total = sum(pages(demo).values())
+    data = json.dumps(body(STORY, 900, stream=stream)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nContent-Type: application/json\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", demo.port)) as raw:
+        raw.sendall(head.encode() + data)
+        assert until(lambda: pages(demo)["protected"] > 0, 5)
+        if stream:
+            assert raw.recv(100)
+    assert until(lambda: all_free(demo), 1.2)  # a beat, which tells us, comes every half second
+    assert sum(pages(demo).values()) == total
+
+
+def test_streams_dropped_at_random_moments_leave_the_pages_balanced(demo):
+    total = sum(pages(demo).values())
+    rng = random.Random(3)
+
+    async def drop(number: int) -> None:
+        stream = await HttpStream.open(
+            demo.url, "/v1/completions", body(f"{STORY}{number}", 200, stream=True)
+        )
+        try:
+            await asyncio.wait_for(_drain(stream), rng.random() * 0.6)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            stream.close()
+
+    async def many() -> None:
+        await asyncio.gather(*map(drop, range(40)))
+
+    for _ in range(2):
+        asyncio.run(many())
+        assert demo.http.get("/health").status_code == 200
+        assert until(lambda: all_free(demo), 5)
+        assert sum(pages(demo).values()) == total
+    assert demo.complete(STORY, max_tokens=4, temperature=0).status_code == 200
+
+
+async def _drain(stream: HttpStream) -> None:
+    async for _ in stream.chunks():
+        pass
+
+
+def test_cold_warm_and_serial_are_the_same_text(demo):
+    prompt = "The fresh prompt of this test " + STORY * 3
+    before = metric(demo, "vllm:prefix_cache_hits")
+    cold = demo.complete(**body(prompt, 16)).json()
+    warm = [demo.complete(**body(prompt, 16)).json() for _ in range(2)]
+    assert texts(warm) == texts([cold]) * 2
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm[0]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+    assert until(lambda: metric(demo, "vllm:prefix_cache_hits") > before, 2)
+
+
+def test_streamed_and_whole_real_answers_are_the_same(demo):
+    chat = {
+        "messages": [{"role": "user", "content": "Tell me about a fox."}],
+        "temperature": 0,
+        "max_tokens": 24,
+    }
+    chat |= {"logprobs": True, "top_logprobs": 2}
+    whole = demo.http.post("/v1/chat/completions", json=chat).json()["choices"][0]
+    chunks = demo.stream("/v1/chat/completions", chat)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == whole["message"]["content"]
+    logprobs = [x for c in chunks for x in c["choices"][0]["logprobs"]["content"]]
+    assert [x["token"] for x in logprobs] == [x["token"] for x in whole["logprobs"]["content"]]
+    assert [x["logprob"] for x in logprobs] == pytest.approx(
+        [x["logprob"] for x in whole["logprobs"]["content"]], abs=1e-4
+    )
+
+
+def test_seeds_repeat_and_differ(demo):
+    def say(seed: int) -> str:
+        fields = {"max_tokens": 16, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+        return demo.complete(STORY, **fields).json()["choices"][0]["text"]
+
+    assert say(1) == say(1)
+    assert say(1) != say(2)
+    two = demo.complete(STORY, max_tokens=16, temperature=1.0, seed=1, n=2, ignore_eos=True).json()["choices"]
+    assert two[0]["text"] == say(1)
+    assert two[1]["text"] == say(2)
+
+
+def test_structured_output_of_a_real_model(demo):
+    schema = {
+        "type": "object",
+        "properties": {
+            "animal": {"enum": ["fox", "owl"]},
+            "age": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["animal", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = demo.chat("Describe an animal.", response_format=form, max_tokens=60, temperature=0).json()[
+        "choices"
+    ][0]
+    value = json.loads(answer["message"]["content"])
+    assert answer["finish_reason"] == "stop"
+    assert value["animal"] in ("fox", "owl")
+    assert 1 <= value["age"] <= 9
+
+
+def test_identical_long_prompts_at_once_equal_a_run_without_prefix_cache(demo, start_demo):
+    """Greedy texts of a small batch on this model do not depend on the batch; the prefix cache must not change that."""
+    prompts = [STORY * 5] * 6 + [f"{STORY * 5}The number is {i}" for i in range(6)]
+    together = texts(ask_all(demo.url, [body(p) for p in prompts]))
+    assert until(lambda: all_free(demo), 2)
+    with start_demo(cache_type="naive", page_size=1) as plain:
+        alone = [plain.complete(**body(p)).json()["choices"][0]["text"] for p in prompts]
+        assert until(lambda: all_free(plain), 2)
+        assert pages(plain)["evictable"] == 0
+    assert together == alone
+
+
+def test_hundreds_of_requests_in_a_tiny_pool_are_preempted_and_right(demo, start_demo):
+    prompts = [f"{STORY}The {i}th animal said" for i in range(512)]
+    with start_demo(num_pages=64, page_size=4, max_running_requests=16) as tiny:
+        total = sum(pages(tiny).values())
+        pressed = texts(ask_all(tiny.url, [body(p, 10) for p in prompts]))
+        assert until(lambda: metric(tiny, "vllm:num_preemptions") > 0, 2), (
+            "the pool was not tiny enough to matter"
+        )
+        assert until(lambda: all_free(tiny), 2)
+        assert sum(pages(tiny).values()) == total
+    sample = range(0, 512, 16)
+    alone = [demo.complete(**body(prompts[i], 10)).json()["choices"][0]["text"] for i in sample]
+    assert [pressed[i] for i in sample] == alone
