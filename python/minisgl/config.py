@@ -236,7 +236,9 @@ class EngineConfig:
         if cache.max_total_tokens is not None and cache.max_total_tokens < 1:
             raise ValueError(f"--max-total-tokens={cache.max_total_tokens} must be at least 1")
         if cache.num_pages is not None and cache.max_total_tokens is not None:
-            raise ValueError("--num-pages and --max-total-tokens both say how large the KV cache is: give one")
+            raise ValueError(
+                "--num-pages and --max-total-tokens both say how large the KV cache is: give one"
+            )
         if not 0.0 < cache.memory_ratio <= 1.0:
             raise ValueError(f"--memory-ratio={cache.memory_ratio} must lie in (0, 1]")
         graph_limit = self.kernel.cuda_graph_max_bs
@@ -256,7 +258,9 @@ class EngineConfig:
         self.eviction.build()
 
 
-OFFLOAD_KV_TOKENS = 32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
+OFFLOAD_KV_TOKENS = (
+    32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
+)
 
 
 @dataclass(frozen=True)

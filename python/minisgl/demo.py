@@ -11,8 +11,10 @@ from rich.text import Text
 
 from minisgl.config import add_engine_flags
 from minisgl.core import SamplingParams
+from minisgl.engine.offload import cache_report
 from minisgl.generate import load
 from minisgl.llm import LLM, timed_stream
+from minisgl.moe.store import CacheCounters
 
 PROMPTS = (
     "Once upon a time, there was a little fox who",
@@ -49,6 +51,9 @@ def show(llm: LLM, console: Console, max_tokens: int = 96) -> None:
     console.print(
         f"\n{tokens} tokens, {tokens / seconds:.1f} tokens/s on {llm.config.model.device}", highlight=False
     )
+    if cache := llm.expert_cache():
+        total = sum(cache.values(), CacheCounters())
+        console.print(cache_report(total, llm.config.offload.num_slots), highlight=False)
     if llm.trace is not None and llm.trace.layers:
         _print_experts(llm.trace.counts(), llm.trace.layers, console)
     console.print(

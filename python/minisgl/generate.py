@@ -12,7 +12,9 @@ from rich.table import Table
 
 from minisgl.config import add_engine_flags, engine_options
 from minisgl.core import RequestOutput, SamplingParams
+from minisgl.engine.offload import cache_report
 from minisgl.llm import LLM
+from minisgl.moe.store import CacheCounters
 from minisgl.planner import apply_auto
 
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
@@ -53,6 +55,10 @@ def run_generate(args: argparse.Namespace) -> int:
         _print_outputs(llm.generate(args.prompt, params), args.json)
     stats = llm.stats()
     notes.print(f"[dim]{stats.generated_tokens} tokens in {stats.steps} steps[/]", highlight=False)
+    if cache := llm.expert_cache():
+        total = sum(cache.values(), CacheCounters())
+        notes.print(f"[dim]{cache_report(total, llm.config.offload.num_slots)}[/]", highlight=False)
+    llm.close()
     return 0
 
 

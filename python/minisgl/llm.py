@@ -16,6 +16,7 @@ from minisgl.config import Decision, EngineConfig
 from minisgl.core import FinishReason, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprobs
 from minisgl.engine.engine import Engine
 from minisgl.models.registry import resolve_model
+from minisgl.moe.store import CacheCounters
 from minisgl.moe.trace import RoutingTrace
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.scheduler import SchedulerStats
@@ -123,6 +124,14 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def expert_cache(self) -> dict[int, CacheCounters]:
+        """Hits, misses, evictions and bytes of the expert cache so far, by layer; empty without --moe-expert-offload."""
+        return self.engine.expert_cache()
+
+    def close(self) -> None:
+        """Write the routing trace if one was asked for, and give back pinned host memory. Nothing may run afterwards."""
+        self.engine.close()
 
     def generate(
         self,

@@ -29,6 +29,7 @@ from minisgl.engine.memory import (
     predict_ledger,
     setup_of,
 )
+from minisgl.engine.offload import ExpertOffload, pages_for, size_cache
 from minisgl.engine.sampler import SampleResult, sample
 from minisgl.engine.step import Chunk, SampledToken, SampleSpec
 from minisgl.kvcache import KVPool, bytes_per_page
@@ -36,6 +37,8 @@ from minisgl.models.decoder import Decoder, DecoderInput
 from minisgl.models.loader import fill_dummy_weights, load_weights
 from minisgl.models.sizes import model_sizes
 from minisgl.models.spec import ModelSpec
+from minisgl.moe.store.base import CacheCounters
+from minisgl.moe.store.pinned import gather_host_facts
 from minisgl.moe.trace import RoutingTrace
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -80,23 +83,41 @@ class Engine:
         assert self.config.model.max_seq_len_override is not None
         self.max_seq_len = self.config.model.max_seq_len_override
         self.vocab_size = self.spec.vocab_size
+        self._offload = self._make_offload() if self.config.offload.moe_expert_offload else None
         self._check_memory()
         self.decoder = self._make_decoder()
+        self.decisions += self._offload.decisions if self._offload is not None else []
         if self.config.model.dummy_weight:
             fill_dummy_weights(self.decoder, seed=0)
         else:
             load_weights(self.decoder, folder)
-        self.trace = self._watch_routing() if record_routing else None
+        self.trace = self._watch_routing() if record_routing or self.config.offload.moe_trace else None
         rows = self.config.scheduler.max_running_requests
         page_size = self.config.cache.page_size
         self._table = PageTable(rows, self.max_seq_len, page_size, self.device)
         self.kv_pool = self._make_pool(self._num_pages())
         self._caches = self._layer_caches(self.kv_pool)
         self._graphs = self._make_graphs()
+        self._warm_up_counters = self._cache_counters()
         if self.trace is not None:
             self.trace.clear()  # sizing ran tokens of its own
 
     # --- construction --------------------------------------------------------------------------------------------
+
+    def _make_offload(self) -> ExpertOffload:
+        """Experts in host memory: the number of slots a layer becomes part of the configuration."""
+        sizes, kernel = model_sizes(self.spec), self.config.kernel
+        budget = None
+        if self.device.type == "cuda":
+            budget = cuda_budget(self.device, self.config.cache.memory_ratio)
+        self.config, decisions = size_cache(self.config, sizes, budget)
+        record = sizes.record_bytes(
+            kernel.moe_expert_quantization, self.dtype, kernel.moe_quantization_group_size
+        )
+        facts = gather_host_facts()
+        offload = ExpertOffload(self.config.offload, sizes, record, self.device, facts)
+        self.decisions += decisions
+        return offload
 
     def _check_memory(self) -> None:
         """Refuse what cannot fit before loading any of it; DoesNotFit says what is missing."""
@@ -114,7 +135,7 @@ class Engine:
 
         moe_factory = None
         if self.spec.moe is not None:
-            moe_factory = make_moe_factory(self.spec, kernel, self.device, self.dtype)
+            moe_factory = make_moe_factory(self.spec, kernel, self.device, self.dtype, self._offload)
         return Decoder(
             self.spec,
             attention,
@@ -153,6 +174,8 @@ class Engine:
         cache, spec = self.config.cache, self.spec
         if cache.num_pages is not None:
             return cache.num_pages
+        if cache.max_total_tokens is not None:
+            return pages_for(cache.max_total_tokens, cache.page_size)
         page_bytes = bytes_per_page(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, cache.page_size, self.dtype
         )
@@ -236,6 +259,23 @@ class Engine:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def expert_cache(self) -> dict[int, CacheCounters]:
+        """What each layer's cache of experts did so far, by layer; empty without one. Waits for the device."""
+        before = self._warm_up_counters
+        return {index: now - before[index] for index, now in self._cache_counters().items()}
+
+    def _cache_counters(self) -> dict[int, CacheCounters]:
+        counted = {index: layer.store.counters() for index, layer in self.decoder.moe_layers().items()}
+        return {index: counters for index, counters in counted.items() if counters is not None}
+
+    def close(self) -> None:
+        """Write the routing trace that was asked for and unpin host memory. No step may follow; may be called again."""
+        path = self.config.offload.moe_trace
+        if path is not None and self.trace is not None:
+            self.trace.save(path)
+        if self._offload is not None:
+            self._offload.close()
+
     def ledger(self) -> Ledger:
         """Everything that was allocated for good."""
         where = "device" if self.device.type == "cuda" else "host"
@@ -247,6 +287,7 @@ class Engine:
             LedgerLine("dense weights", dense, where),
             LedgerLine("experts", sum(e.device for e in experts), where),
             LedgerLine("experts on the host", sum(e.pinned + e.host for e in experts), "host"),
+            LedgerLine("expert copies", self._offload.bytes().pinned if self._offload else 0, "host"),
             LedgerLine("KV pages", self.kv_pool.num_bytes, where),
             LedgerLine("page table", table.pages_RP.nbytes + table.last_R.nbytes, where),
             LedgerLine("CUDA graphs", self._graphs.num_bytes if self._graphs else 0, where),

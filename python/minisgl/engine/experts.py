@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.config import KernelConfig
+from minisgl.engine.offload import ExpertOffload
 from minisgl.layers.moe import MoELayer
 from minisgl.models.experts import MoeFactory, build_moe_layer, expert_shape
 from minisgl.models.family import MoESpec
@@ -15,9 +16,15 @@ from minisgl.moe.store import ResidentStore
 
 
 def make_moe_factory(
-    spec: ModelSpec, kernel: KernelConfig, device: torch.device, dtype: torch.dtype
+    spec: ModelSpec,
+    kernel: KernelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    offload: ExpertOffload | None = None,
 ) -> MoeFactory:
-    """Resident experts in the format the flags name, all layers on one backend and so on one workspace.
+    """Experts in the format the flags name, all layers on one backend and so on one workspace.
+
+    offload: where experts live that are not all on the device; None keeps them there.
 
     Raises ValueError where the format cannot hold this model's experts or the backend cannot compute them.
     """
@@ -33,7 +40,11 @@ def make_moe_factory(
     )
 
     def build(layer: int, moe: MoESpec) -> MoELayer:
-        store = ResidentStore(moe.num_experts, expert_shape(spec), weight_format, device)
+        shape = expert_shape(spec)
+        if offload is None:
+            store = ResidentStore(moe.num_experts, shape, weight_format, device)
+        else:
+            store = offload.store(shape, weight_format)
         return build_moe_layer(spec, store, backend, device=device, dtype=dtype)
 
     return build

@@ -115,6 +115,7 @@ def setup_of(config: EngineConfig, num_pages: int = 2) -> Setup:
         num_pages=config.cache.num_pages or num_pages,
         weight_format=kernel.moe_expert_quantization,
         group_size=kernel.moe_quantization_group_size,
+        num_slots=config.offload.num_slots if config.offload.moe_expert_offload else None,
         page_size=config.cache.page_size,
         max_running_requests=scheduler.max_running_requests,
         max_prefill_length=scheduler.max_prefill_length,
@@ -148,7 +149,7 @@ def workspace_bytes(sizes: ModelSizes, setup: Setup) -> int:
     problem = Problem(
         num_tokens=setup.step_tokens,
         top_k=sizes.top_k,
-        num_slots=setup.num_slots or sizes.num_experts,
+        num_slots=sizes.num_experts,  # kernels are chosen as if all experts were resident
         shape=sizes.expert,
         format=weight_format.name,
         dtype=setup.dtype,
@@ -204,7 +205,7 @@ def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
     where = "device" if setup.on_cuda else "host"
     record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
     slots = sizes.num_experts if setup.num_slots is None else min(setup.num_slots, sizes.num_experts)
-    offloaded = slots < sizes.num_experts
+    offloaded = setup.num_slots is not None
     scratch = sampler_bytes(setup.max_running_requests, sizes.vocab_size)
     lines = [
         LedgerLine("dense weights", sizes.dense_bytes(setup.dtype), where),

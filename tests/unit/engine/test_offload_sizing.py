@@ -1,0 +1,79 @@
+"""How many experts a layer keeps on the device, and what is said where the host or the device is too small."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from minisgl.config import EngineConfig, Facts, OffloadConfig, resolve
+from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
+from minisgl.engine.offload import ExpertOffload, cache_report, pages_for, size_cache
+from minisgl.models.sizes import ModelSizes, model_sizes
+from minisgl.models.spec import ModelSpec
+from minisgl.moe.store import CacheCounters
+from minisgl.moe.store.pinned import HostFacts
+from tests.unit.planner.configs import QWEN3_30B_A3B
+
+GPU = Facts(has_cuda=True, has_bf16=True, checkpoint_dtype="bfloat16", context_length=40_960)
+SIZES: ModelSizes = model_sizes(ModelSpec.from_config(QWEN3_30B_A3B))
+
+
+def request(**options: object) -> EngineConfig:
+    given = {"model": "m", "moe_expert_offload": True, "moe_expert_quantization": "int4", **options}
+    return resolve(EngineConfig.from_kwargs(**given), GPU)[0]
+
+
+def test_auto_fills_what_memory_leaves() -> None:
+    config = request(max_running_requests=8, max_prefill_length=2048)
+    assert config.cache.max_total_tokens == 32_768
+    sized, decisions = size_cache(config, SIZES, 12 * GIB)
+    slots = sized.offload.num_slots
+    assert slots is not None
+    assert 44 <= slots <= 60
+    ledger = predict_ledger(SIZES, setup_of(sized, pages_for(32_768, 16)))
+    record = SIZES.record_bytes("int4", torch.bfloat16)
+    assert 0 <= 12 * GIB - ledger.on("device") < record * SIZES.num_sparse, "one more slot would not fit"
+    assert ledger.line("experts") == slots * record * 48
+    assert ledger.line("experts on the host") == 128 * record * 48
+    assert decisions[0].value == str(slots)
+    assert size_cache(config, SIZES, 80 * GIB)[0].offload.num_slots == 128
+
+
+def test_a_shorter_context_leaves_more_slots() -> None:
+    fewer = size_cache(request(), SIZES, 12 * GIB)[0].offload.num_slots
+    more = size_cache(request(max_total_tokens=4096), SIZES, 12 * GIB)[0].offload.num_slots
+    assert fewer is not None and more is not None
+    assert more > fewer + 10
+    short = resolve(
+        EngineConfig.from_kwargs(model="m", moe_expert_offload=True),
+        dataclasses.replace(GPU, context_length=2048),
+    )[0]
+    assert short.cache.max_total_tokens == 2048
+
+
+def test_explicit_slots_leave_the_kv_cache_to_memory() -> None:
+    config = request(moe_expert_cache_size=16)
+    assert config.cache.max_total_tokens is None
+    sized, decisions = size_cache(config, SIZES, 12 * GIB)
+    assert (sized.offload.num_slots, decisions) == (16, [])
+
+
+def test_no_room_for_one_slot() -> None:
+    with pytest.raises(DoesNotFit, match="Lower --max-total-tokens") as caught:
+        size_cache(request(), SIZES, 5 * GIB)
+    assert caught.value.needed > caught.value.available
+
+
+def test_a_host_that_is_too_small_is_refused() -> None:
+    config = OffloadConfig(moe_expert_offload=True, moe_expert_cache_size="8")
+    facts = HostFacts(total=16 * GIB, available=10 * GIB)
+    with pytest.raises(ValueError, match=r"14\.4 GiB .* 10\.0 GiB .* quantize"):
+        ExpertOffload(config, SIZES, 2_516_582, torch.device("cpu"), facts)
+
+
+def test_report() -> None:
+    line = cache_report(CacheCounters(300, 100, 60, 2_000_000), 8)
+    assert line == "expert cache: 75.0% of 400 experts were in one of 8 slots a layer, 2.0 MB copied"
+    assert CacheCounters().hit_rate == 0
