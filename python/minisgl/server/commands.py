@@ -1,7 +1,8 @@
-"""What the command line calls: serve a model, chat with one. Flags come in as configs, exit codes go out."""
+"""The commands `serve`, `chat` and `bench-serve`: flags to configs, configs to processes, exit codes back."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import multiprocessing
@@ -9,12 +10,81 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from minisgl.config import EngineConfig
+from rich.console import Console
+
+from minisgl.config import EngineConfig, add_engine_flags, add_flags, engine_options
 from minisgl.models.registry import resolve_model
+from minisgl.planner import apply_auto
+from minisgl.server import bench_client
+from minisgl.server.bench_client import BenchConfig
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_factory import ModelEngine
 from minisgl.server.launch import serve
 from minisgl.server.shell import Shell
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `serve`; the model may also stand without its flag."""
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    parser.add_argument("--auto", action="store_true", help="take the flags that `minisgl plan` recommends")
+    parser.add_argument(
+        "--watch-experts", action="store_true", help="feed the expert map of the page (costs CUDA graphs)"
+    )
+    _add_config_flags(parser, ServerConfig, "server")
+    add_engine_flags(parser)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serve until told to stop."""
+    return serve_model(_engine_config(args), _config(args, ServerConfig), watch_experts=args.watch_experts)
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `chat`: a running server, or a model to start one with."""
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    parser.add_argument("--url", help="chat with the server at this address instead of starting one")
+    parser.add_argument("--auto", action="store_true", help="take the flags that `minisgl plan` recommends")
+    _add_config_flags(parser, ServerConfig, "server")
+    add_engine_flags(parser)
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Chat until the user leaves."""
+    server = _config(args, ServerConfig)
+    if args.url:
+        return chat_with_url(args.url, server.api_key)
+    return chat_with_model(_engine_config(args), server)
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench-serve`."""
+    _add_config_flags(parser, BenchConfig, "load")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Load a server; exit code 1 if a request failed."""
+    return bench_client.main(_config(args, BenchConfig))
+
+
+def _add_config_flags(parser: argparse.ArgumentParser, config: type, title: str) -> None:
+    add_flags(parser, list(dataclasses.fields(config)), title)
+
+
+def _config(args: argparse.Namespace, config: Any) -> Any:
+    """An instance of a config class from the flags that were given."""
+    names = {item.name for item in dataclasses.fields(config)}
+    return config(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    options = engine_options(args)
+    if args.name:
+        options["model"] = args.name
+    if not options.get("model"):
+        raise ValueError("no model was named: give --model PATH, a hub id, or --model demo")
+    if args.auto:
+        options = apply_auto(options, Console(stderr=True))
+    return EngineConfig.from_kwargs(**options)
 
 
 def serve_model(

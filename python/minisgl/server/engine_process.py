@@ -82,6 +82,7 @@ class EngineLoop:
     def __init__(self, parts: EngineParts, end: EngineEnd, parent_alive: Callable[[], bool] = lambda: True):
         self._scheduler = parts.scheduler
         self._experts = parts.experts
+        self.facts = parts.facts
         self._end = end
         self._parent_alive = parent_alive
         self._last_beat = 0.0
@@ -150,14 +151,27 @@ def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
     parent = multiprocessing.parent_process()
     end = EngineEnd(addresses)
     try:
-        parts = factory()
-        loop = EngineLoop(parts, end, parent.is_alive if parent else lambda: True)
+        loop = EngineLoop(_build(factory), end, parent.is_alive if parent else lambda: True)
         loop.beat()  # first, so that whoever waits for readiness finds numbers
-        end.send(Ready(parts.facts))
+        end.send(Ready(loop.facts))
         loop.run()
+    except _CannotStart as error:
+        end.send(Failed(str(error)))
+        raise SystemExit(1) from error
     except Exception as error:
         logger.exception("the engine failed")
         end.send(Failed(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
     finally:
         end.close()
+
+
+class _CannotStart(Exception):
+    """The user asked for what cannot work; the message says what would. Not worth a traceback."""
+
+
+def _build(factory: EngineFactory) -> EngineParts:
+    try:
+        return factory()
+    except ValueError as error:
+        raise _CannotStart(str(error)) from error
