@@ -147,44 +147,36 @@ def gated_activation_kernel(
 
 @triton.jit
 def vector_linear_kernel(
-    x_ptr,  # [M, K]
+    x_ptr,  # [K]
     weight_ptr,  # [N, K]
     bias_ptr,
-    y_ptr,  # out [M, N]
+    y_ptr,  # out [N]
     N,
-    stride_x,
     K: tl.constexpr,
-    M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # power of two >= M
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x @ weight.T for very few rows, on the ordinary cores in float32. Grid (blocks of N,).
+    """weight @ x on the ordinary cores in float32. Grid (blocks of N,).
 
-    Weights are read once, and the first tile is on its way before the previous kernel has finished. A row's sum does not
-    depend on M.
+    Weights are read once, and the first tile is on its way before the previous kernel has finished.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    m = tl.arange(0, BLOCK_M)
     rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
     w = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     start_next(PDL)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    y = tl.zeros((BLOCK_N,), tl.float32)
     for k0 in tl.static_range(0, K, BLOCK_K):
         if k0 > 0:
             w = tl.load(rows + k0 + k[None, :], mask=(k0 + k < K)[None, :], other=0.0).to(tl.float32)
-        for i in tl.static_range(M):
-            x = tl.load(x_ptr + i * stride_x + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
-            part = tl.sum(w * x[None, :], 1)
-            acc += tl.where((m == i)[:, None], part[None, :], 0.0)
+        x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        y += tl.sum(w * x[None, :], 1)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    tl.store(y_ptr + m[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=inside)
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit

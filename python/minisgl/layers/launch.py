@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from minisgl.attention.base import AttentionProblem, LayerCache
 
@@ -166,7 +167,7 @@ def gated_activation(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LinearTile:
-    """How few rows are multiplied. tensor_cores: `skinny_linear_kernel`, else `vector_linear_kernel`."""
+    """How few rows are multiplied. tensor_cores: `skinny_linear_kernel`, up to MAX_ROWS; else `vector_linear_kernel`, one."""
 
     tensor_cores: bool
     block_n: int
@@ -175,14 +176,44 @@ class LinearTile:
     num_stages: int = 1
 
 
+MAX_ROWS = 16  # columns of the tensor cores' tile that `skinny_linear_kernel` pads to
+SKINNY_ROWS = 8  # largest number of rows that was measured
+
+
+def choose_tile(rows: int, out_dim: int, in_dim: int, dtype: torch.dtype) -> LinearTile | None:
+    """Tile for a product of few rows, None where cuBLAS is as fast or the rows are many.
+
+    From benchmark/results/layers.jsonl (H200, bf16): one row gains 18 to 60 % everywhere; two to eight rows gain
+    where there are very many or very few outputs, and nothing in between. All sizes of a class share one tile, in which
+    a row's sum does not depend on the number of rows: padding a batch, as CUDA graphs do, changes no bit.
+    """
+    if dtype not in (torch.bfloat16, torch.float16) or not 1 <= rows <= SKINNY_ROWS:
+        return None
+    if rows == 1:
+        block_n, block_k = (8, 1024) if out_dim > 4096 else (4, 2048)
+        return LinearTile(False, block_n, min(block_k, _power_of_two(in_dim)), num_warps=4)
+    if out_dim >= 65_536:
+        return LinearTile(True, 64, 128, num_warps=4, num_stages=4)
+    if out_dim <= 256:
+        return LinearTile(True, 32, 256, num_warps=4, num_stages=4)
+    return None
+
+
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """F.linear, by the faster of cuBLAS and the kernels for few rows."""
+    tile = None
+    if x.ndim == 2 and use_kernels(x):
+        tile = choose_tile(x.shape[0], weight_NK.shape[0], weight_NK.shape[1], x.dtype)
+    return F.linear(x, weight_NK, bias_N) if tile is None else few_rows_linear(x, weight_NK, bias_N, tile)
+
+
 def few_rows_linear(
     x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, tile: LinearTile
 ) -> torch.Tensor:
-    """x @ weight.T + bias [M, N], M at most 16; the sum in float32, one rounding."""
+    """x @ weight.T + bias [M, N], M up to MAX_ROWS, or 1 without tensor cores; the sum in float32, one rounding."""
     (rows, in_dim), out_dim = x_MK.shape, weight_NK.shape[0]
-    assert (
-        0 < rows <= 16 and weight_NK.is_contiguous() and x_MK.stride(1) == 1 and x_MK.dtype == weight_NK.dtype
-    )
+    assert 0 < rows <= (MAX_ROWS if tile.tensor_cores else 1)
+    assert weight_NK.is_contiguous() and x_MK.stride(1) == 1 and x_MK.dtype == weight_NK.dtype
     y_MN = torch.empty((rows, out_dim), dtype=x_MK.dtype, device=x_MK.device)
     options = {
         "K": in_dim,
@@ -197,18 +228,8 @@ def few_rows_linear(
     bias = weight_NK if bias_N is None else bias_N
     if tile.tensor_cores:
         kernels.skinny_linear_kernel[grid](
-            x_MK, weight_NK, bias, y_MN, rows, out_dim, x_MK.stride(0), BLOCK_M=16, **options
+            x_MK, weight_NK, bias, y_MN, rows, out_dim, x_MK.stride(0), BLOCK_M=MAX_ROWS, **options
         )
     else:
-        kernels.vector_linear_kernel[grid](
-            x_MK,
-            weight_NK,
-            bias,
-            y_MN,
-            out_dim,
-            x_MK.stride(0),
-            M=rows,
-            BLOCK_M=_power_of_two(rows),
-            **options,
-        )
+        kernels.vector_linear_kernel[grid](x_MK, weight_NK, bias, y_MN, out_dim, **options)
     return y_MN

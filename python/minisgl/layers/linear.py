@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from minisgl.layers.launch import linear
 from minisgl.parallel import Group, Shard
 
 Shards = dict[str, tuple[int, Shard]]
@@ -41,7 +41,7 @@ class Linear(nn.Module):
         self.bias = new_parameter(out_dim, device=device, dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def shards(self) -> Shards:
         """Places that hold a part of the checkpoint's tensor."""
@@ -67,7 +67,7 @@ class RowLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self._group.rank == 0 else None  # once in the sum
-        return self._group.all_reduce(F.linear(x, self.weight, bias))
+        return self._group.all_reduce(linear(x, self.weight, bias))
 
     def shards(self) -> Shards:
         return {"weight": (1, self.columns)}

