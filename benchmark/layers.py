@@ -67,7 +67,10 @@ def graph_us(calls: list[Callable[[], Any]], repeats: int = 11) -> float:
 
 def tiles(rows: int, in_dim: int) -> list[LinearTile]:
     """What is tried for a product of few rows."""
-    vector = [(4, 2048, 4), (8, 2048, 8), (8, 1024, 4), (2, 4096, 4), (4, 4096, 8)]
+    vector = [
+        *((4, 2048, 4), (8, 2048, 8), (8, 1024, 4), (2, 4096, 4), (4, 4096, 8)),
+        *((4, 1024, 2), (4, 1024, 4), (2, 2048, 2), (16, 512, 4), (16, 1024, 8)),
+    ]
     skinny = [(16, 256, 2, 4), (16, 512, 4, 3), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 4)]
     found = [LinearTile(False, *tile) for tile in vector if tile[1] <= in_dim and rows == 1]
     return found + [LinearTile(True, *tile) for tile in skinny if rows > 1]
