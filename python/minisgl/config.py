@@ -179,11 +179,63 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many GPUs work on one model."""
+    """How many ranks (GPUs, or CPU processes) work on one model, and what each holds; see docs/parallel.md."""
 
     tensor_parallel_size: int = flag(
-        1, "GPUs that share every layer", names=("--tp", "--tensor-parallel-size")
+        1, "ranks that share every layer", names=("--tp", "--tensor-parallel-size")
     )
+    expert_parallel_size: int = flag(
+        1,
+        "ranks that experts are spread over: 1 (each rank has a part of every expert) or --tp (whole experts)",
+    )
+    moe_expert_placement: str = flag(
+        "contiguous",
+        "which experts a rank owns: neighbours, or every n-th",
+        choices=("contiguous", "round-robin"),
+    )
+    moe_replicated_experts: tuple[int, ...] = flag(
+        (), "experts that every rank holds, for example 3,17; `minisgl plan-experts` proposes some"
+    )
+    moe_ep_dispatch: str = flag(
+        "auto",
+        "how tokens meet their experts: all ranks see all tokens (reduce), or tokens travel in exact (dynamic) or fixed "
+        "(static) numbers; auto is reduce",
+        choices=("auto", "reduce", "dynamic", "static"),
+    )
+    disable_moe_communication_overlap: bool = flag(
+        False, "dynamic, static: compute own and received tokens as one batch, once all have arrived"
+    )
+    distributed_backend: str = flag(
+        "auto",
+        "what carries tensors between ranks; auto is nccl on CUDA, gloo on CPUs",
+        choices=("auto", "nccl", "gloo"),
+    )
+    collective_timeout: float | None = flag(
+        None,
+        "seconds one rank may keep the others waiting inside a step; default 10 on gloo and 60 on nccl, where ranks also "
+        "wait for each other's kernels to compile",
+    )
+
+    def validate(self) -> None:
+        """See `EngineConfig.validate`."""
+        tp, ep, replicated = self.tensor_parallel_size, self.expert_parallel_size, self.moe_replicated_experts
+        if tp < 1:
+            raise ValueError(f"--tp={tp} must be at least 1")
+        if ep not in (1, tp):
+            raise ValueError(f"--expert-parallel-size={ep} must be 1 or the number of ranks, --tp={tp}")
+        for name, given in (
+            ("--moe-expert-placement", self.moe_expert_placement != "contiguous"),
+            ("--moe-replicated-experts", bool(replicated)),
+            ("--moe-ep-dispatch", self.moe_ep_dispatch != "auto"),
+        ):
+            if given and ep == 1:
+                raise ValueError(f"{name} needs --expert-parallel-size (and --tp) of at least 2")
+        for position, expert in enumerate(replicated):
+            if expert < 0 or expert in replicated[:position]:
+                what = "names a negative expert" if expert < 0 else f"names expert {expert} twice"
+                raise ValueError(f"--moe-replicated-experts={','.join(map(str, replicated))} {what}")
+        if self.collective_timeout is not None and self.collective_timeout <= 0:
+            raise ValueError(f"--collective-timeout={self.collective_timeout} must be more than 0 seconds")
 
 
 @dataclass(frozen=True)
@@ -247,9 +299,11 @@ class EngineConfig:
         override = self.model.max_seq_len_override
         if override is not None and override < 2:
             raise ValueError(f"--max-seq-len-override={override} must be at least 2")
-        if self.parallel.tensor_parallel_size != 1:
+        self.parallel.validate()
+        if self.parallel.moe_ep_dispatch == "dynamic" and graph_limit:
             raise ValueError(
-                f"--tp={self.parallel.tensor_parallel_size}: several GPUs are not supported yet; use --tp 1"
+                f"--moe-ep-dispatch dynamic reads counts on the host, which no CUDA graph can hold: leave out "
+                f"--cuda-graph-max-bs {graph_limit}, or use reduce or static"
             )
         threshold = self.kernel.moe_small_m_threshold
         if threshold != "auto" and not threshold.isdecimal():
@@ -397,7 +451,14 @@ def _parser_of(annotation: str) -> Any:
     base = annotation.replace("| None", "").strip()
     if base.startswith(("tuple[str", "Sequence[str")):
         return lambda text: tuple(part.strip() for part in text.split(",") if part.strip())
+    if base.startswith("tuple[int"):
+        return _whole_numbers
     return {"int": int, "float": float, "str": str}[base]
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """3,17 -> (3, 17); argparse turns the ValueError of anything else into its message."""
+    return tuple(int(part) for part in text.split(",") if part.strip())
 
 
 def flag_table(groups: list[tuple[str, list[dataclasses.Field[Any]]]]) -> str:

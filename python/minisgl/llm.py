@@ -15,6 +15,7 @@ from typing import Any
 from minisgl.config import Decision, EngineConfig
 from minisgl.core import FinishReason, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprobs
 from minisgl.engine.engine import Engine
+from minisgl.engine.worker import follow
 from minisgl.models.registry import resolve_model
 from minisgl.moe.store import CacheCounters
 from minisgl.moe.trace import RoutingTrace
@@ -88,7 +89,9 @@ class LLM:
     model: local folder, hub id, or a bundled name such as "demo". options: any field of the configuration by name, for example
     page_size=64, max_prefill_length=2048, moe_backend="torch" (docs/flags.md lists them). eviction_policy: an object of your
     own that scores cached prefixes. record_routing: keep which experts every token used in `trace` (slower: no CUDA graphs).
-    Raises ValueError, with the remedy, for anything that cannot work.
+    With tensor_parallel_size=N the other ranks are child processes, or, under torchrun, the same program: there this call
+    serves rank 0 until that closes, and then leaves by SystemExit(0). Call `close` when done, or use `with`.
+    Raises ValueError, with the remedy, for anything that cannot work, and EngineLost where a rank fails.
     """
 
     def __init__(
@@ -100,6 +103,9 @@ class LLM:
             name, source, requested.model.revision, weights=not requested.model.dummy_weight
         )
         self.engine = Engine(requested, folder, record_routing=record_routing)
+        if self.engine.ranks.is_follower:
+            follow(self.engine)
+            raise SystemExit(0)
         self.scheduler = build_scheduler(self.engine, eviction_policy=eviction_policy)
         self.tokenizer: Tokenizer | None = None
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -130,8 +136,16 @@ class LLM:
         return self.engine.expert_cache()
 
     def close(self) -> None:
-        """Write the routing trace if one was asked for, and give back pinned host memory. Nothing may run afterwards."""
+        """Write the routing trace if one was asked for, give back pinned host memory, end the other ranks. Nothing may run
+        afterwards.
+        """
         self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def generate(
         self,

@@ -74,6 +74,8 @@ class Group:
     size = 1
     graph_safe = True
     """Whether a CUDA graph can hold its collectives."""
+    num_collectives = 0
+    """How many collectives this rank has joined: in a hang, the rank with the lowest number is the one that hangs."""
 
     def shard(self, total: int) -> Shard:
         """This rank's part of a dimension."""
@@ -108,6 +110,13 @@ class Group:
 SOLO = Group()
 
 
+class PlannedGroup(Group):
+    """Rank 0 of a group that does not exist yet: what it would hold can be asked, nothing can be sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 class TorchGroup(Group):
     """Ranks of a torch.distributed process group."""
 
@@ -136,7 +145,7 @@ class TorchGroup(Group):
         return x if mine is x else x.copy_(mine)
 
     def smallest(self, number: int) -> int:
-        mine = torch.tensor([number], device="cpu" if self._staged else self.device)
+        mine = self._host(torch.tensor([number], device=self.device))
         dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=self._group)
         return int(mine)
 
@@ -153,6 +162,7 @@ class TorchGroup(Group):
         return self._flight(out, work, x_RX.device)
 
     def _host(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_collectives += 1
         return x.cpu() if self._staged else x
 
     def _flight(self, out: torch.Tensor, work: Any, device: torch.device) -> Flight:
@@ -217,22 +227,3 @@ def backend_for(device: torch.device, wanted: str = "auto") -> str:
     if wanted == "nccl" and device.type != "cuda":
         raise ValueError("--distributed-backend nccl needs CUDA devices: use gloo on a CPU")
     return wanted
-
-
-def connect(place: Rendezvous, store: Any, device: torch.device, backend: str, timeout: float) -> TorchGroup:
-    """The group of all ranks; returns when every one has joined. store: a torch.distributed Store that all of them share.
-
-    timeout: seconds that a rank may keep the others waiting inside a collective; then these raise.
-    """
-    if dist.is_initialized():
-        raise ValueError("this process has joined a group already: close the other LLM first")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if backend == "nccl" else None,
-    )
-    assert dist.group.WORLD is not None
-    return TorchGroup(dist.group.WORLD, device)

@@ -85,7 +85,7 @@ def test_generate_json_for_several_prompts(folder: str, capsys: pytest.CaptureFi
         (["generate", "--model", "/no/such/folder", "hello"], "/no/such/folder"),
         (["generate", "--model", "FOLDER", "--page-size", "0", "hello"], "--page-size"),
         (["generate", "--model", "FOLDER", "--temperature", "-1", "hello"], "temperature"),
-        (["generate", "--model", "FOLDER", "--tp", "2", "hello"], "--tp 1"),
+        (["generate", "--model", "FOLDER", "--tp", "3", "hello"], "--tp=3 does not fit"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(

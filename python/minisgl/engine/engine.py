@@ -6,7 +6,7 @@ chunks -> inputs -> decoder (eagerly, or a captured graph for decode) -> sampler
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache, make_attention
 from minisgl.config import EngineConfig, Facts, resolve
-from minisgl.engine.experts import make_moe_factory
+from minisgl.engine.experts import check_can_share, make_moe_factory, share_experts
 from minisgl.engine.graphs import DecodeGraphs, graph_sizes
 from minisgl.engine.inputs import PageTable, step_arrays, to_device
 from minisgl.engine.memory import (
@@ -30,12 +30,13 @@ from minisgl.engine.memory import (
     setup_of,
 )
 from minisgl.engine.offload import ExpertOffload, pages_for, size_cache
+from minisgl.engine.ranks import Ranks, Setup, start_ranks
 from minisgl.engine.sampler import SampleResult, sample
 from minisgl.engine.step import Chunk, SampledToken, SampleSpec
 from minisgl.kvcache import KVPool, bytes_per_page
 from minisgl.models.decoder import Decoder, DecoderInput
 from minisgl.models.loader import fill_dummy_weights, load_weights
-from minisgl.models.sizes import model_sizes
+from minisgl.models.sizes import ModelSizes, model_sizes, shard_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store.base import CacheCounters
 from minisgl.moe.store.pinned import gather_host_facts
@@ -51,10 +52,12 @@ class LaunchedStep:
     specs: Sequence[SampleSpec]
     result: SampleResult | None
     done: torch.cuda.Event | None
+    ranks: Ranks
 
     def wait(self) -> list[SampledToken]:
-        if self.done is not None:
-            self.done.synchronize()
+        with self.ranks.guard():
+            if self.done is not None:
+                self.done.synchronize()
         return self.result.fetch(self.specs) if self.result is not None else []
 
 
@@ -72,17 +75,33 @@ def gather_facts(spec: ModelSpec) -> Facts:
 class Engine:
     """A model on a device. Build it with what the user asked for; `config` is what runs, `decisions` says why.
 
-    Raises ValueError, with the remedy, for anything that cannot work.
+    ranks: this process's place among several; None starts, or finds, the others where --tp asks for them. Every rank builds
+    an engine and runs the same steps: rank 0 by `launch`, the others by `worker.follow`.
+    Raises ValueError, with the remedy, for anything that cannot work, and EngineLost where a rank fails.
     """
 
-    def __init__(self, requested: EngineConfig, folder: Path, record_routing: bool = False) -> None:
+    def __init__(
+        self, requested: EngineConfig, folder: Path, record_routing: bool = False, ranks: Ranks | None = None
+    ) -> None:
         self.spec = ModelSpec.from_folder(folder)
-        self.config, self.decisions = resolve(requested, gather_facts(self.spec))
-        self.device = torch.device(self.config.model.device)
+        config, self.decisions = resolve(requested, gather_facts(self.spec))
+        check_can_share(self.spec, config.parallel)
+        self.ranks = ranks or start_ranks(Setup(config, str(folder), record_routing))
+        self.config, self.group = self.ranks.config, self.ranks.group
+        try:
+            self._build(folder, record_routing)
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def _build(self, folder: Path, record_routing: bool) -> None:
+        self.device = self.ranks.device(self.config.model.device)
         self.dtype = DTYPES[self.config.model.dtype]
         assert self.config.model.max_seq_len_override is not None
         self.max_seq_len = self.config.model.max_seq_len_override
         self.vocab_size = self.spec.vocab_size
+        self._sharing = share_experts(self.spec, self.config.parallel, self.group, self.device)
+        self._sizes = self._share_of_sizes()
         self._offload = self._make_offload() if self.config.offload.moe_expert_offload else None
         self._check_memory()
         self.decoder = self._make_decoder()
@@ -95,18 +114,29 @@ class Engine:
         rows = self.config.scheduler.max_running_requests
         page_size = self.config.cache.page_size
         self._table = PageTable(rows, self.max_seq_len, page_size, self.device)
-        self.kv_pool = self._make_pool(self._num_pages())
-        self._caches = self._layer_caches(self.kv_pool)
-        self._graphs = self._make_graphs()
+        self.ranks.wait_ready()
+        with self.ranks.guard():
+            self.kv_pool = self._make_pool(self.group.smallest(self._num_pages()))
+            self._caches = self._layer_caches(self.kv_pool)
+            self._graphs = self._make_graphs()
         self._warm_up_counters = self._cache_counters()
         if self.trace is not None:
             self.trace.clear()  # sizing ran tokens of its own
 
     # --- construction --------------------------------------------------------------------------------------------
 
+    def _share_of_sizes(self) -> ModelSizes:
+        """The sizes of what this rank holds."""
+        sizes = model_sizes(self.spec)
+        if self.group.size == 1:
+            return sizes
+        sizes = shard_sizes(sizes, self.group.size, self.config.parallel.expert_parallel_size > 1)
+        held = len(self._sharing.shard.experts) if self._sharing is not None else 0
+        return replace(sizes, num_experts=held)
+
     def _make_offload(self) -> ExpertOffload:
         """Experts in host memory: the number of slots a layer becomes part of the configuration."""
-        sizes, kernel = model_sizes(self.spec), self.config.kernel
+        sizes, kernel = self._sizes, self.config.kernel
         budget = None
         if self.device.type == "cuda":
             budget = cuda_budget(self.device, self.config.cache.memory_ratio)
@@ -121,7 +151,7 @@ class Engine:
 
     def _check_memory(self) -> None:
         """Refuse what cannot fit before loading any of it; DoesNotFit says what is missing."""
-        ledger = predict_ledger(model_sizes(self.spec), setup_of(self.config))
+        ledger = predict_ledger(self._sizes, setup_of(self.config))
         if self.device.type == "cuda":
             check_fits(ledger, cuda_budget(self.device, self.config.cache.memory_ratio))
         else:
@@ -134,8 +164,10 @@ class Engine:
             return make_attention(kernel.attention_backend, problem, self.device)
 
         moe_factory = None
-        if self.spec.moe is not None:
-            moe_factory = make_moe_factory(self.spec, kernel, self.device, self.dtype, self._offload)
+        if self._sharing is not None:
+            moe_factory = make_moe_factory(
+                self.spec, kernel, self.device, self.dtype, self._sharing, self._offload
+            )
         return Decoder(
             self.spec,
             attention,
@@ -143,6 +175,7 @@ class Engine:
             device=self.device,
             dtype=self.dtype,
             moe_factory=moe_factory,
+            group=self.group,
         )
 
     def _watch_routing(self) -> RoutingTrace | None:
@@ -160,7 +193,7 @@ class Engine:
             spec.num_layers,
             num_pages,
             self.config.cache.page_size,
-            spec.num_kv_heads,
+            self._sizes.num_kv_heads,
             spec.head_dim,
             self.dtype,
             self.device,
@@ -177,12 +210,12 @@ class Engine:
         if cache.max_total_tokens is not None:
             return pages_for(cache.max_total_tokens, cache.page_size)
         page_bytes = bytes_per_page(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, cache.page_size, self.dtype
+            spec.num_layers, self._sizes.num_kv_heads, spec.head_dim, cache.page_size, self.dtype
         )
         if self.device.type == "cpu":
             return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, available_host_bytes())
         self._run_largest_step()
-        graphs = graph_bytes(model_sizes(spec), setup_of(self.config))
+        graphs = graph_bytes(self._sizes, setup_of(self.config))
         return pages_on_cuda(self.device, cache.memory_ratio, page_bytes, reserve_bytes=graphs)
 
     @torch.inference_mode()
@@ -218,12 +251,14 @@ class Engine:
         if self.device.type != "cuda" or limit == 0:
             return None
         limit = self.config.scheduler.max_running_requests if limit is None else limit
-        stores = [layer.store for layer in self.decoder.moe_layers().values()]
-        backends = [*self.decoder.backends.values(), *(m.backend for m in self.decoder.moe_layers().values())]
+        layers = self.decoder.moe_layers().values()
+        stores = [layer.store for layer in layers]
+        parts = [self.group, *self.decoder.backends.values()]
+        parts += [part for layer in layers for part in (layer.backend, layer.exchange)]
         sizes = [
             size
             for size in graph_sizes(min(limit, self.config.scheduler.max_running_requests))
-            if all(store.graph_safe(size) for store in stores) and all(b.graph_safe for b in backends)
+            if all(store.graph_safe(size) for store in stores) and all(part.graph_safe for part in parts)
         ]
         if not sizes:
             return None
@@ -234,6 +269,11 @@ class Engine:
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> LaunchedStep:
         """Run one step: returns while the device still computes. The chunks' rows are distinct."""
+        self.ranks.send(chunks)
+        with self.ranks.guard():
+            return self._run(chunks)
+
+    def _run(self, chunks: Sequence[Chunk]) -> LaunchedStep:
         self._table.update(chunks)
         arrays = step_arrays(chunks)
         logits_NV = self._graphs.run(arrays) if self._graphs is not None else None
@@ -246,11 +286,12 @@ class Engine:
             logits_NV = self.decoder(step, self._caches)
         specs = [c.sample for c in chunks if c.sample is not None]
         if not specs:
-            return LaunchedStep(specs, None, self._mark())
-        result = sample(logits_NV, specs)
+            return LaunchedStep(specs, None, self._mark(), self.ranks)
         (rows_N,) = to_device([np.array([c.row for c in chunks if c.sample is not None])], self.device)
-        self._table.last_R.index_copy_(0, rows_N, result.tokens_B)
-        return LaunchedStep(specs, result.to_host(), self._mark())
+        result = None if self.ranks.is_follower else sample(logits_NV, specs)
+        tokens_N = torch.empty_like(rows_N) if result is None else result.tokens_B
+        self._table.last_R.index_copy_(0, rows_N, self.group.broadcast(tokens_N))
+        return LaunchedStep(specs, result.to_host() if result else None, self._mark(), self.ranks)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -269,12 +310,15 @@ class Engine:
         return {index: counters for index, counters in counted.items() if counters is not None}
 
     def close(self) -> None:
-        """Write the routing trace that was asked for and unpin host memory. No step may follow; may be called again."""
+        """Write the routing trace that was asked for, unpin host memory, end the other ranks. No step may follow; may be
+        called again.
+        """
         path = self.config.offload.moe_trace
-        if path is not None and self.trace is not None:
+        if path is not None and self.trace is not None and not self.ranks.is_follower:
             self.trace.save(path)
         if self._offload is not None:
             self._offload.close()
+        self.ranks.close()
 
     def ledger(self) -> Ledger:
         """Everything that was allocated for good."""

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from minisgl.core import SamplingParams, TokenConstraint, TokenLogprobs
 
 
+class EngineLost(RuntimeError):
+    """The engine can't run any more, for instance because a rank is gone: no request can be served by it."""
+
+
 @dataclass(frozen=True)
 class SampleSpec:
     """How to choose the token that follows a chunk.

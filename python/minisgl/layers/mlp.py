@@ -11,6 +11,14 @@ from minisgl.moe.base import Activation, activate
 from minisgl.parallel import SOLO, Group
 
 
+def check_width(hidden_dim: int, group: Group) -> None:
+    """Raise ValueError if the ranks can't share an MLP of this width evenly."""
+    if hidden_dim % group.size:
+        raise ValueError(
+            f"--tp={group.size} does not divide the MLP's hidden dim {hidden_dim}: use another number"
+        )
+
+
 class GatedMLP(nn.Module):
     """x [T, D] -> [T, D] through a hidden width F, which the ranks of `group` share evenly. gate and up are one product.
 
@@ -29,10 +37,7 @@ class GatedMLP(nn.Module):
         group: Group = SOLO,
     ) -> None:
         super().__init__()
-        if hidden_dim % group.size:
-            raise ValueError(
-                f"--tp={group.size} does not divide the MLP's hidden dim {hidden_dim}: use another number"
-            )
+        check_width(hidden_dim, group)
         hidden = group.shard(hidden_dim)
         parts = {"gate": hidden, "up": hidden}
         self.gate_up = MergedLinear(model_dim, parts, bias=bias, device=device, dtype=dtype)

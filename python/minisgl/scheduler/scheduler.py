@@ -20,7 +20,7 @@ from typing import Protocol
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint
-from minisgl.engine.step import Chunk, SampledToken, SampleSpec
+from minisgl.engine.step import Chunk, EngineLost, SampledToken, SampleSpec
 from minisgl.scheduler.pages import PageManager
 from minisgl.scheduler.planning import may_admit, share_budget
 from minisgl.scheduler.state import RequestState
@@ -188,6 +188,8 @@ class Scheduler:
             samples.append(chunk.sample is not None)
         try:
             handle = self._runner.launch(chunks)
+        except EngineLost:
+            raise
         except Exception as error:
             self._fail([state for state, _ in batch], error)
             return None
@@ -313,6 +315,8 @@ class Scheduler:
             return
         try:
             tokens = iter(flight.handle.wait())
+        except EngineLost:
+            raise
         except Exception as error:
             for state in flight.states:
                 state.num_in_flight -= 1

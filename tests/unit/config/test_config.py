@@ -54,6 +54,9 @@ def test_resolve_returns_a_new_tree_and_reasons() -> None:
     assert done.model.dtype == "float16"
 
 
+EP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -64,7 +67,21 @@ def test_resolve_returns_a_new_tree_and_reasons() -> None:
         ({"max_prefill_length": 0}, "max-prefill-length"),
         ({"cache_type": "tree"}, "radix"),
         ({"dtype": "int8"}, "bfloat16"),
-        ({"tensor_parallel_size": 2}, "--tp 1"),
+        ({"tensor_parallel_size": 0}, "--tp=0 must be at least 1"),
+        (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+            "expert-parallel-size=2 must be 1 or .* --tp=4",
+        ),
+        ({"moe_ep_dispatch": "static"}, "--moe-ep-dispatch needs --expert-parallel-size"),
+        ({"moe_replicated_experts": (1,)}, "--moe-replicated-experts needs --expert-parallel-size"),
+        ({"moe_expert_placement": "round-robin", "tensor_parallel_size": 2}, "--moe-expert-placement needs"),
+        ({**EP2, "moe_replicated_experts": (3, 1, 3)}, "names expert 3 twice"),
+        ({**EP2, "moe_replicated_experts": (-1,)}, "negative"),
+        (
+            {**EP2, "moe_ep_dispatch": "dynamic", "cuda_graph_max_bs": 8},
+            "dynamic .* leave out --cuda-graph-max-bs 8",
+        ),
+        ({**EP2, "collective_timeout": 0.0}, "--collective-timeout=0.0"),
         ({"moe_small_m_threshold": "x"}, "whole number"),
         ({"max_seq_len_override": 1}, "max-seq-len-override"),
         ({"pagesize": 4}, "page_size"),
