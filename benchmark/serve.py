@@ -94,9 +94,10 @@ async def timed_stream(url: str, delays: list[float], gaps: list[float]) -> None
                 gaps.append((now - last) / 1e9)
             last = now
     stream.close()
-    # the end token after each repetition is no text
-    assert text == ("overhead " * TOKENS)[: len(text)], text[:40]
-    assert len(text) >= TOKENS * 0.85
+    wanted = ("overhead " * TOKENS)[:TOKENS]
+    assert text == wanted[:9] + wanted[10:], text[
+        :40
+    ]  # the stand-in says its end token once, after the first repetition
 
 
 async def overhead(step_seconds: float) -> dict[str, Any]:

@@ -119,6 +119,13 @@ def server(start_server) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def slow(start_server) -> Iterator[Server]:
+    """Slow enough that an answer can be stopped: 20 ms a token."""
+    with start_server(server={"reasoning_parser": "think"}, null={"step_seconds": 0.02}) as running:
+        yield running
+
+
 @pytest.fixture
 def free_port() -> int:
     """A port that was free a moment ago."""

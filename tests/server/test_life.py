@@ -18,7 +18,7 @@ SLOW = {"null": {"step_seconds": 0.01}}
 
 
 @pytest.fixture(scope="module")
-def slow(start_server):
+def keyed(start_server):
     """A server that takes 10 ms a step, so that there is time to leave."""
     with start_server(server={"api_key": "secret", "cors_origins": ["http://page"]}, **SLOW) as server:
         server.http.headers["authorization"] = "Bearer secret"
@@ -26,25 +26,25 @@ def slow(start_server):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages_within_a_second(slow, stream):
+def test_a_client_that_leaves_frees_its_pages_within_a_second(keyed, stream):
     body = json.dumps({"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection(("127.0.0.1", slow.port)) as raw:
+    with socket.create_connection(("127.0.0.1", keyed.port)) as raw:
         raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        assert until(lambda: pages(slow)["protected"] > 0, 3)
+        assert until(lambda: pages(keyed)["protected"] > 0, 3)
         if stream:
             assert raw.recv(100)
     # a beat comes every half second, so half of this second is ours
-    assert until(lambda: all_free(slow), 1.0)
+    assert until(lambda: all_free(keyed), 1.0)
 
 
-def test_streams_dropped_at_random_moments(slow):
-    total = sum(pages(slow).values())
+def test_streams_dropped_at_random_moments(keyed):
+    total = sum(pages(keyed).values())
     rng = random.Random(7)
 
     def drop(seed: int) -> None:
         body = {"prompt": "hello " * 5, "max_tokens": 400, "ignore_eos": True, "stream": True}
-        client = httpx.Client(base_url=slow.url, headers=slow.http.headers, timeout=30)
+        client = httpx.Client(base_url=keyed.url, headers=keyed.http.headers, timeout=30)
         with client, client.stream("POST", "/v1/completions", json=body) as answer:
             leave = time.monotonic() + random.Random(seed).random() * 0.3
             for _ in answer.iter_raw():
@@ -57,27 +57,27 @@ def test_streams_dropped_at_random_moments(slow):
             thread.start()
         for thread in threads:
             thread.join()
-        assert slow.http.get("/health").status_code == 200
-        assert until(lambda: all_free(slow), 3)
-        assert sum(pages(slow).values()) == total
-    assert slow.chat("well").json()["choices"][0]["message"]["content"] == "well"
+        assert keyed.http.get("/health").status_code == 200
+        assert until(lambda: all_free(keyed), 3)
+        assert sum(pages(keyed).values()) == total
+    assert keyed.chat("well").json()["choices"][0]["message"]["content"] == "well"
 
 
-def test_abort_ends_an_answer_with_what_there_is(slow):
+def test_abort_ends_an_answer_with_what_there_is(keyed):
     body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with slow.http.stream("POST", "/v1/completions", json=body) as answer:
+    with keyed.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = (line for line in answer.iter_lines() if line)
         request_id = json.loads(next(lines).removeprefix("data: "))["id"]
-        assert slow.http.post("/abort", json={"request_id": request_id}).json() == {"aborted": 1}
+        assert keyed.http.post("/abort", json={"request_id": request_id}).json() == {"aborted": 1}
         *_, last, done = lines
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
-    assert slow.http.post("/abort", json={"request_id": "unknown"}).json() == {"aborted": 0}
-    assert slow.http.post("/abort", json={}).status_code == 400
+    assert keyed.http.post("/abort", json={"request_id": "unknown"}).json() == {"aborted": 0}
+    assert keyed.http.post("/abort", json={}).status_code == 400
 
 
-def test_the_key_is_asked_for_where_it_matters(slow):
-    with httpx.Client(base_url=slow.url) as client:
+def test_the_key_is_asked_for_where_it_matters(keyed):
+    with httpx.Client(base_url=keyed.url) as client:
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert client.get(path).status_code == 200, path
         for path in ("/v1/models", "/openapi.json"):
@@ -90,22 +90,22 @@ def test_the_key_is_asked_for_where_it_matters(slow):
         assert client.get("/v1/models", headers={"x-api-key": "secret"}).status_code == 200
 
 
-def test_cors_for_the_page_named(slow):
+def test_cors_for_the_page_named(keyed):
     ask = {"origin": "http://page", "access-control-request-method": "POST"}
-    answer = slow.http.options("/v1/chat/completions", headers=ask)
+    answer = keyed.http.options("/v1/chat/completions", headers=ask)
     assert answer.headers["access-control-allow-origin"] == "http://page"
-    other = slow.http.options("/v1/chat/completions", headers=ask | {"origin": "http://other"})
+    other = keyed.http.options("/v1/chat/completions", headers=ask | {"origin": "http://other"})
     assert "access-control-allow-origin" not in other.headers
 
 
-def test_every_answer_has_a_request_id(slow):
-    assert slow.http.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
-    assert len(slow.http.get("/nowhere").headers["x-request-id"]) == 32
+def test_every_answer_has_a_request_id(keyed):
+    assert keyed.http.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(keyed.http.get("/nowhere").headers["x-request-id"]) == 32
 
 
-def test_metrics_have_the_names_dashboards_know(slow):
-    slow.chat("count me")
-    text = slow.http.get("/metrics").text
+def test_metrics_have_the_names_dashboards_know(keyed):
+    keyed.chat("count me")
+    text = keyed.http.get("/metrics").text
     for name in (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -226,7 +226,7 @@ def test_not_ready_while_loading(start_server, free_port, tmp_path):
         assert server.stop() == 0
 
 
-def test_a_taken_port_is_told_at_once(start_server, slow):
-    with start_server(wait=False, server={"port": slow.port}) as server:
+def test_a_taken_port_is_told_at_once(start_server, keyed):
+    with start_server(wait=False, server={"port": keyed.port}) as server:
         assert server.process.wait(30) == 1
         assert until(lambda: "choose another --port" in "".join(server.log), 5)

@@ -16,13 +16,6 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def slow(start_server):
-    """Slow enough that an answer can be stopped."""
-    with start_server(server={"reasoning_parser": "think"}, null={"step_seconds": 0.02}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

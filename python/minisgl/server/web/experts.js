@@ -1,4 +1,4 @@
-// The expert map: a row a layer, a column an expert; colour is use, a full cell is in GPU memory, a small one is not.
+// The expert map: a row a layer, a column an expert; colour is use, a full cell is resident, a small one is fetched when needed.
 
 function bytes(base64) {
   return Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
@@ -30,7 +30,7 @@ export class ExpertMap {
     return this.data.resident.reduce((sum, value) => sum + value, 0);
   }
 
-  /** Share of the use that falls on experts in GPU memory. */
+  /** Share of the use that falls on resident experts. */
   get residentShare() {
     const { heat, resident } = this.data;
     let all = 0;
@@ -98,7 +98,7 @@ export class ExpertMap {
     const [layer, expert] = this.at;
     const i = layer * this.data.experts + expert;
     const use = ((100 * this.data.heat[i]) / 255).toFixed(0);
-    const place = this.data.resident[i] ? "in GPU memory" : "not in GPU memory";
+    const place = this.data.resident[i] ? "resident" : "fetched when needed";
     this.note.textContent = `Layer ${layer}, expert ${expert}: ${use} % of the hottest, ${place}.`;
   }
 }

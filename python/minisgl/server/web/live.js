@@ -82,7 +82,7 @@ function showExperts(experts, stats, map, hits) {
   $("hits-figure").hidden = !known;
   if (!experts) return;
   map.update(experts);
-  $("experts-note").textContent = `${experts.layers} layers × ${experts.experts}, ${map.numResident} in GPU memory`;
+  $("experts-note").textContent = `${experts.layers} layers × ${experts.experts}, ${map.numResident} resident`;
   const rate = looked ? stats.expert_hits / looked : map.residentShare;
   $("hit-rate").textContent = percent(rate, 1);
   hits.add(rate);
