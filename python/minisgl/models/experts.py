@@ -98,15 +98,17 @@ def resident_moe(
     *,
     backend: str = "auto",
     weight_format: str = "none",
+    group_size: int = 128,
     device: torch.device,
     dtype: torch.dtype,
     group: Group = SOLO,
 ) -> MoeFactory:
     """The default factory: every expert on the device, one backend (and so one workspace) for all layers.
 
-    The ranks of `group` share the hidden dim of every expert.
+    group_size: of int4. The ranks of `group` share the hidden dim of every expert.
     """
-    shared_backend, experts = make_backend(backend, device), get_format(weight_format, dtype)
+    shared_backend = make_backend(backend, device)
+    experts = get_format(weight_format, dtype, group_size)
 
     def build(layer: int, moe: MoESpec) -> MoELayer:
         shard = expert_shard(spec, None, group)

@@ -1,19 +1,18 @@
-"""Weights from safetensors into their final place, one tensor at a time: no second copy of the model ever exists.
+"""From a checkpoint's tensors into their final place, one weight at a time: no second copy of the model ever exists.
 
 All headers are read first, so a missing or misshapen tensor is reported within milliseconds and not after minutes. Then
-each tensor goes from the mapped file straight into the view of the parameter it belongs to (`Decoder.places`), converted
-to the engine's dtype on the way, or to the expert store of its layer (`ExpertStore.sink`). Of several ranks each reads
-only its slice of a tensor and only its experts.
+threads read ahead, within a bound, and each weight goes straight into the view of the parameter it belongs to
+(`Decoder.places`), converted to the engine's dtype on the way, or to the expert store of its layer, which quantizes it. Of
+several ranks each reads only its slice of a plain tensor and only its experts. What encodings there are, `checkpoints/` knows.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +28,20 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from safetensors import SafetensorError, safe_open
 
-from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import RMSNorm
+from minisgl.models.checkpoints.base import Pieces, Stored
+from minisgl.models.checkpoints.files import Damaged, some
+from minisgl.models.checkpoints.placing import Changes, put_dense, put_experts, read_dense, read_experts
+from minisgl.models.checkpoints.readahead import read_ahead
+from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
 from minisgl.models.decoder import Decoder
 from minisgl.models.family import TOP_NAMES
-from minisgl.models.slices import read_expert, read_part
 from minisgl.models.spec import ModelSpec
 from minisgl.parallel import Shard
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # what is a plain weight; anything else means a quantized checkpoint
 WORTH_A_LINE_S = 1.0
 
@@ -57,23 +57,6 @@ class LoadReport:
     def __str__(self) -> str:
         size, rate = self.num_bytes / 1e9, self.num_bytes / 1e9 / max(self.seconds, 1e-9)
         return f"loaded {self.num_tensors} tensors, {size:.2f} GB in {self.seconds:.1f} s ({rate:.2f} GB/s)"
-
-
-@dataclass(frozen=True)
-class Header:
-    """One tensor on disk: its file, name, shape and stored type (safetensors' name, e.g. "BF16")."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size * {"F64": 8, "F32": 4}.get(self.dtype, 2)
 
 
 @dataclass(frozen=True)
@@ -133,33 +116,23 @@ class NameMap:
 
 
 def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
-    """Fill `decoder` from the safetensors in `folder`.
+    """Fill `decoder` from the checkpoint in `folder`.
 
     ValueError for a missing or misshapen tensor (its name, expected and found shape), a truncated or unreadable file (its
-    name), a quantized checkpoint, or no safetensors at all. Unknown tensors are named in one warning and skipped.
+    name), an encoding that isn't served, or no weights at all. Unknown tensors are named in one warning and skipped.
     """
-    if decoder.spec.quantization:
-        raise ValueError(
-            f"{folder}: weights quantized with {decoder.spec.quantization!r} are not served; use a plain checkpoint"
-        )
     start = time.monotonic()
-    places, shards = decoder.places(), decoder.shards()
-    layers = decoder.moe_layers()
-    work = _match(read_headers(folder), NameMap(decoder.spec), decoder, folder)
-    total = sum(header.num_bytes for header, _ in work)
-    by_file: dict[Path, list[tuple[Header, Target]]] = {}
-    for header, target in work:
-        by_file.setdefault(header.file, []).append((header, target))
+    work, placer = match_weights(open_checkpoint(folder), decoder), Placer(decoder)
     num_bytes = 0
-    with _progress(total) as advance:
-        for file, items in by_file.items():
-            with _open(file) as tensors:
-                for header, target in items:
-                    num_bytes += _put(places, shards, layers, target, header, tensors)
-                    advance(header.num_bytes)
-    for layer, moe in layers.items():
+    with _progress(sum(weight.num_bytes for weight, _ in work)) as advance:
+        for (weight, target), pieces in read_ahead(work, placer.read, lambda job: job[0].num_bytes):
+            num_bytes += sum(piece.nbytes for piece in pieces.values())
+            placer.put(weight, target, pieces)
+            advance(weight.num_bytes)
+    for layer, moe in decoder.moe_layers().items():
         if gaps := moe.store.missing():
-            raise ValueError(f"{folder}: layer {layer} lacks weights: {_some(gaps)}; fetch the model again")
+            raise ValueError(f"{folder}: layer {layer} lacks weights: {some(gaps)}; fetch the model again")
+    placer.changes.log(folder)
     report = LoadReport(len(work), num_bytes, time.monotonic() - start)
     if report.seconds > WORTH_A_LINE_S:
         logger.info("%s", report)
@@ -181,82 +154,46 @@ def fill_dummy_weights(decoder: Decoder, seed: int = 0, std: float = 0.02) -> No
         moe.store.fill_random(seed + 1 + layer, std)
 
 
-def read_headers(folder: Path) -> list[Header]:
-    """Every tensor of a checkpoint, from file headers alone. An index says which file holds which tensor."""
-    if (folder / INDEX).is_file():
-        wanted = _read_index(folder)
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-        single = folder / "model.safetensors"
-        # Some repositories add the same weights once more as consolidated*.safetensors, under other names.
-        files = [single] if single in files else [f for f in files if not f.name.startswith("consolidated")]
-        if not files:
-            raise ValueError(f"{folder} holds no *.safetensors: convert the model, or give another folder")
-        wanted = dict.fromkeys(files)
-    headers = []
-    for file, names in wanted.items():
-        with _open(file) as tensors:
-            present = list(tensors.keys())
-            if names is not None and (absent := sorted(names - set(present))):
-                raise ValueError(
-                    f"{file} lacks {_some(absent)}, which {INDEX} says it holds; fetch the model again"
-                )
-            for name in present if names is None else sorted(names):
-                view = tensors.get_slice(name)
-                headers.append(Header(file, name, tuple(view.get_shape()), view.get_dtype()))
-    return headers
+Work = list[tuple[Stored, Target]]
 
 
-def _read_index(folder: Path) -> dict[Path, set[str] | None]:
-    try:
-        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / INDEX} is damaged ({error}): fetch the model again") from error
-    wanted: dict[Path, set[str] | None] = {folder / file: set() for file in sorted(set(weight_map.values()))}
-    for name, file in weight_map.items():
-        names = wanted[folder / file]
-        assert names is not None
-        names.add(name)
-    return wanted
+def match_weights(checkpoint: Checkpoint, decoder: Decoder) -> Work:
+    """Pair every weight on disk with its target, and check shapes, types and completeness of everything but experts.
 
-
-def _match(
-    headers: list[Header], names: NameMap, decoder: Decoder, folder: Path
-) -> list[tuple[Header, Target]]:
-    """Pair every tensor on disk with its target, and check shapes, types and completeness of everything but experts.
-
-    Experts of other ranks are left out.
+    Experts of other ranks are left out. In the order of the disk.
     """
+    folder, names = checkpoint.folder, NameMap(decoder.spec)
     places, shards = decoder.places(), decoder.shards()
     layers = decoder.moe_layers()
-    work: list[tuple[Header, Target]] = []
+    work: Work = []
     unknown, seen = [], set()
-    for header in headers:
-        target = names.target(header.name)
+    for weight in checkpoint.weights:
+        target = names.target(weight.name)
         if target is None or (target.place is not None and target.place not in places):
-            if not names.is_harmless(header.name):
-                unknown.append(header.name)
+            if not names.is_harmless(weight.name):
+                unknown.append(weight.name)
             continue
-        if header.dtype not in FLOATS:
+        if weight.encoding is None and weight.first.dtype not in FLOATS:
             raise ValueError(
-                f"{header.name} in {header.file} is stored as {header.dtype}; only {sorted(FLOATS)} are served"
+                f"{weight.name} in {weight.file} is stored as {weight.first.dtype}, and config.json names no quantization "
+                f"that says what it means; plain weights are {', '.join(sorted(FLOATS))}"
             )
         if target.place is not None:
             expected = _checkpoint_shape(places[target.place], shards.get(target.place))
-            if header.shape != expected:
+            if weight.shape != expected:
                 raise ValueError(
-                    f"{header.name} in {header.file}: expected shape {list(expected)}, found {list(header.shape)}; "
+                    f"{weight.name} in {weight.file}: expected shape {list(expected)}, found {list(weight.shape)}; "
                     "do config.json and weights belong together?"
                 )
             seen.add(target.place)
         elif target.expert is not None and layers[target.layer].shard.is_elsewhere(target.expert):
             continue
-        work.append((header, target))
+        work.append((weight, target))
     if absent := [f"{names.checkpoint_name(p)} {list(places[p].shape)}" for p in places if p not in seen]:
-        raise ValueError(f"{folder} lacks {_some(absent)}; fetch the model again")
+        raise ValueError(f"{folder} lacks {some(absent)}; fetch the model again")
     if unknown:
-        logger.warning("%s: ignored %d unknown tensors: %s", folder, len(unknown), _some(unknown))
-    return work
+        logger.warning("%s: ignored %d unknown tensors: %s", folder, len(unknown), some(unknown))
+    return sorted(work, key=lambda item: (item[0].file, item[0].first.start))
 
 
 def _checkpoint_shape(place: torch.Tensor, part: tuple[int, Shard] | None) -> tuple[int, ...]:
@@ -268,44 +205,42 @@ def _checkpoint_shape(place: torch.Tensor, part: tuple[int, Shard] | None) -> tu
     return tuple(shape)
 
 
-def _put(
-    places: Mapping[str, torch.Tensor],
-    shards: Mapping[str, tuple[int, Shard]],
-    layers: Mapping[int, MoELayer],
-    target: Target,
-    header: Header,
-    tensors: Any,
-) -> int:
-    """Read what this rank needs of a tensor, and put it where it belongs. Returns the bytes read."""
-    view = tensors.get_slice(header.name)
-    if target.place is not None:
-        place = places[target.place]
-        if target.place in shards:
-            dim, shard = shards[target.place]
-            place, tensor = place.narrow(dim, 0, shard.length), read_part(view, dim, shard)
-        else:
-            tensor = tensors.get_tensor(header.name)
-        place.copy_(tensor)
-        return tensor.nbytes
-    layer, expert = layers[target.layer], target.expert
-    try:
-        tensor = read_expert(view, target.part, expert is None, layer.shard)
-        layer.store.sink(expert if expert is None else layer.shard.local(expert), target.part, tensor)
-    except ValueError as error:
-        raise ValueError(f"{header.name} in {header.file}: {error}") from error
-    return tensor.nbytes
+class Placer:
+    """Reads and places the weights of one decoder. changes: what experts lost on the way."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._places, self._shards, self._layers = decoder.places(), decoder.shards(), decoder.moe_layers()
+        self.changes = Changes()
+
+    def read(self, job: tuple[Stored, Target]) -> Pieces:
+        """This rank's part of a weight, as it is stored; in any thread. Experts are brought to where they are quantized."""
+        weight, target = job
+        if target.place is not None:
+            return read_dense(weight, self._shards.get(target.place))
+        layer = self._layers[target.layer]
+        with _naming(weight):
+            pieces = read_experts(weight, target.part, target.expert, layer.shard)
+        return {role: piece.to(layer.store.device) for role, piece in pieces.items()}
+
+    def put(self, weight: Stored, target: Target, pieces: Pieces) -> None:
+        """What was read, where it belongs."""
+        with _naming(weight):
+            if target.place is not None:
+                put_dense(self._places[target.place], self._shards.get(target.place), weight, pieces)
+            else:
+                layer, where = self._layers[target.layer], (target.part, target.expert)
+                put_experts(layer.store, layer.shard, where, weight, pieces, self.changes)
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """An open safetensors file whose every failure names the file."""
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: fetch the model again")
+def _naming(weight: Stored) -> Iterator[None]:
+    """Errors name the weight and its file."""
     try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is truncated or damaged ({error}): fetch it again") from error
+        yield
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{weight.name} in {weight.file}: {error}") from error
 
 
 @contextmanager
@@ -324,9 +259,3 @@ def _progress(total: int) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda num_bytes: bar.update(task, advance=num_bytes)
-
-
-def _some(names: list[str], limit: int = 4) -> str:
-    """The first few of a list, and how many more there are."""
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from minisgl.config import EngineConfig, add_flags, iter_flags
-from minisgl.models.loader import read_headers
+from minisgl.models.checkpoints import read_headers
 from minisgl.models.registry import resolve_model
 from minisgl.planner.machine import Machine, named_machine, pinnable, this_machine
 from minisgl.planner.numbers import read_numbers

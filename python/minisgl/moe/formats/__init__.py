@@ -31,9 +31,9 @@ def get_format(
 ) -> ExpertFormat:
     """The format called `name`: a quantization choice, or a slab's format name.
 
-    dtype: what "none" stores. group_size, symmetric: of int4, ignored by the others; to dequantize they
-    aren't needed, since a slab's parts say it by their shapes and names. Raises ValueError for an unknown
-    name.
+    dtype: what "none" stores. group_size, symmetric: of int4, ignored by the others; "int4_asym" is int4 with
+    zero points, in one word. To dequantize they aren't needed, since a slab's parts say it by their shapes and
+    names. Raises ValueError for an unknown name.
     """
     if name == "none":
         return NativeFormat(dtype)
@@ -41,6 +41,8 @@ def get_format(
         return NativeFormat(NATIVE_NAMES[name])
     if name == "int4":
         return Int4Format(group_size, symmetric)
+    if name == "int4_asym":
+        return Int4Format(group_size, symmetric=False)
     formats = {"int8": Int8Format, "fp8": Fp8Format, "fp8_block": Fp8BlockFormat, "mxfp4": Mxfp4Format}
     if name not in formats:
         raise ValueError(

@@ -1,0 +1,163 @@
+"""From a stored weight to where it finally lives: the part of it that this rank holds, in the bits it came with if possible.
+
+`read` runs in any thread, `put` in one. Experts whose encoding is none of our formats are dequantized and quantized anew;
+`Changes` keeps count, and measures on one expert of every layer what that costs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from minisgl.models.checkpoints.base import Encoding, Pieces, Stored
+from minisgl.models.checkpoints.files import TensorView, read_tensor
+from minisgl.models.slices import read_expert, read_part
+from minisgl.moe.formats import ExpertFormat
+from minisgl.moe.formats.native import NativeFormat
+from minisgl.moe.store import ExpertStore
+from minisgl.moe.store.shard import Cut, ExpertShard
+from minisgl.parallel import Shard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Changes:
+    """What did not keep its bits: reason -> weights, and the squared error and norm of those that were measured."""
+
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    error: float = 0.0
+    norm: float = 0.0
+
+    def measure(self, weight: torch.Tensor, target: ExpertFormat) -> None:
+        again = target.dequantize("down", target.quantize("down", weight))
+        self.error += float((again - weight).square().sum())
+        self.norm += float(weight.square().sum())
+
+    def log(self, folder: Path) -> None:
+        """One line a reason."""
+        for (reason, target), count in self.reasons.items():
+            cost = f"{(self.error / self.norm) ** 0.5:.2%} of the weights' norm" if self.norm else "unknown"
+            logger.warning(
+                "%s: %d expert weights were quantized anew as %s, because %s; relative error added: %s",
+                folder,
+                count,
+                target,
+                reason,
+                cost,
+            )
+
+
+def read_dense(weight: Stored, part: tuple[int, Shard] | None) -> Pieces:
+    """Pieces of a dense weight; of a plain one only this rank's part."""
+    if weight.encoding is None and part is not None:
+        return {"weight": read_part(TensorView(weight.first), *part)}
+    return {role: read_tensor(header) for role, header in weight.pieces.items()}
+
+
+def put_dense(place: torch.Tensor, part: tuple[int, Shard] | None, weight: Stored, pieces: Pieces) -> None:
+    """Write what `read_dense` gave, dequantized if it was encoded, into its place."""
+    if weight.encoding is not None:
+        pieces = {role: piece.to(place.device) for role, piece in pieces.items()}
+        tensor = weight.encoding.dequantize(pieces)
+    else:
+        tensor = pieces["weight"]
+    if part is not None:
+        dim, shard = part
+        place = place.narrow(dim, 0, shard.length)
+        if weight.encoding is not None:
+            tensor = tensor.narrow(dim, shard.start, shard.length)
+    place.copy_(tensor)
+
+
+def read_experts(weight: Stored, part: str, expert: int | None, shard: ExpertShard) -> Pieces:
+    """Pieces of one expert's weight, or with None of all in one tensor; of a plain one only this rank's part."""
+    if weight.encoding is None:
+        return {"weight": read_expert(TensorView(weight.first), part, expert is None, shard)}
+    if expert is None and weight.shape[:1] != (shard.num_experts,):
+        raise ValueError(
+            f"expected a leading dim of {shard.num_experts} experts, found shape {list(weight.shape)}"
+        )
+    return {role: read_tensor(header) for role, header in weight.pieces.items()}
+
+
+def put_experts(
+    store: ExpertStore,
+    shard: ExpertShard,
+    target: tuple[str, int | None],
+    weight: Stored,
+    pieces: Pieces,
+    changes: Changes,
+) -> None:
+    """Hand what `read_experts` gave to a store. target: (part, global number of the expert or None for all)."""
+    part, expert = target
+    if weight.encoding is None:
+        store.sink(expert if expert is None else shard.local(expert), part, pieces["weight"])
+        return
+    require_expert_shape(store, shard, part, weight.shape if expert is not None else weight.shape[1:])
+    for number in shard.experts if expert is None else [expert]:
+        own = {r: piece[number] for r, piece in pieces.items()} if expert is None else pieces
+        _put_encoded(store, shard, (part, number), weight.encoding, own, changes)
+
+
+def require_expert_shape(store: ExpertStore, shard: ExpertShard, part: str, found: tuple[int, ...]) -> None:
+    """ValueError unless one expert's whole tensor `part` has the shape that config.json says."""
+    rows, model = shard.hidden.total, store.shape.model_dim
+    shapes = {"gate": (rows, model), "up": (rows, model), "gate_up": (2 * rows, model), "down": (model, rows)}
+    if part in shapes and found != shapes[part]:
+        raise ValueError(f"expected shape {list(shapes[part])}, found {list(found)}")
+
+
+def _put_encoded(
+    store: ExpertStore,
+    shard: ExpertShard,
+    target: tuple[str, int],
+    encoding: Encoding,
+    pieces: Pieces,
+    changes: Changes,
+) -> None:
+    part, number = target
+    cut, local = shard.cut(part), shard.local(number)
+    parts = encoding.parts(pieces, store.format, part)
+    if not isinstance(parts, str):
+        parts = cut_parts(parts, cut)
+    if not isinstance(parts, str):
+        store.sink_parts(local, {f"{part}{suffix}": tensor for suffix, tensor in parts.items()})
+        return
+    value = encoding.dequantize(pieces, part)
+    if not isinstance(store.format, NativeFormat):
+        changes.reasons[parts, store.format.name] += 1
+        if number == shard.experts[0]:
+            changes.measure(value, store.format)
+    store.sink(local, part, cut_weight(value, cut))
+
+
+def cut_weight(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """The ranges of a cut side by side."""
+    if cut is None:
+        return tensor
+    pieces = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
+
+
+def cut_parts(parts: Mapping[str, torch.Tensor], cut: Cut | None) -> dict[str, torch.Tensor] | str:
+    """The same ranges of stored parts, where codes share bytes and scales share weights; or why they can't be cut there."""
+    if cut is None:
+        return dict(parts)
+    out = {}
+    for suffix, tensor in parts.items():
+        if tensor.ndim <= cut.dim:
+            out[suffix] = tensor  # a scale a row knows no columns
+            continue
+        size, ranges = tensor.shape[cut.dim], []
+        for edges in cut.ranges:
+            if any(edge * size % cut.total for edge in edges):
+                return "a rank's part of the hidden dim ends inside of a block of weights that share a scale"
+            ranges.append((edges[0] * size // cut.total, edges[1] * size // cut.total))
+        out[suffix] = cut_weight(tensor, Cut(cut.dim, size, tuple(ranges)))
+    return out

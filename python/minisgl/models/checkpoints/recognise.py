@@ -1,0 +1,89 @@
+"""From a checkpoint's folder to its weights: which encodings config.json announces, and which tensors belong to them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.models.checkpoints.awq import AwqEncoding
+from minisgl.models.checkpoints.base import Encoding, ExpertChoice, Stored, collect
+from minisgl.models.checkpoints.compressed_tensors import read_groups
+from minisgl.models.checkpoints.files import read_headers
+from minisgl.models.checkpoints.fp8_block import Fp8Encoding
+from minisgl.models.checkpoints.gptq import GptqEncoding
+from minisgl.models.checkpoints.mxfp4 import Mxfp4Encoding
+from minisgl.moe.base import ExpertShape
+
+METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All weights of a folder, and the encodings that some of them are in."""
+
+    folder: Path
+    weights: tuple[Stored, ...]
+    encodings: tuple[Encoding, ...] = ()
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read every header of `folder`. ValueError for a damaged folder, or an encoding that isn't served."""
+    encodings = find_encodings(read_quantization(folder))
+    return Checkpoint(folder, tuple(collect(read_headers(folder), encodings)), encodings)
+
+
+def read_quantization(folder: Path) -> Mapping[str, Any] | None:
+    """What config.json (or, beside older GPTQ models, quantize_config.json) says about quantization; None for plain weights."""
+    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if stored is None and (folder / "quantize_config.json").is_file():
+        stored = {"quant_method": "gptq", **_read_json(folder / "quantize_config.json")}
+    return stored
+
+
+def find_encodings(config: Mapping[str, Any] | None) -> tuple[Encoding, ...]:
+    """config: quantization_config. ValueError, naming what would work, for what isn't served."""
+    if config is None:
+        return ()
+    method = config.get("quant_method")
+    if method == "compressed-tensors":
+        return read_groups(config)
+    if method == "gptq":
+        return (GptqEncoding.from_config(config),)
+    if method == "awq":
+        return (AwqEncoding.from_config(config),)
+    if method == "fp8":
+        return (Fp8Encoding.from_config(config),)
+    if method == "mxfp4":
+        return (Mxfp4Encoding(),)
+    raise ValueError(
+        f"weights quantized with {method!r} are not served: use {', '.join(METHODS)}, or plain ones"
+    )
+
+
+def stored_experts(folder: Path, shape: ExpertShape) -> ExpertChoice | None:
+    """The format that keeps most experts of a checkpoint as they are; None where they are plain.
+
+    Without weights in the folder config.json alone decides.
+    """
+    encodings = find_encodings(read_quantization(folder))
+    if not encodings:
+        return None
+    if not any(folder.glob("*.safetensors")):
+        return encodings[0].expert_choice(shape)
+    experts = [weight for weight in open_checkpoint(folder).weights if ".experts." in weight.name]
+    if not experts:
+        return None
+    (encoding, _), *_ = Counter(weight.encoding for weight in experts).most_common(1)
+    return encoding.expert_choice(shape) if encoding is not None else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): fetch the model again") from error
