@@ -1,12 +1,13 @@
 """Quantizes a tiny plain checkpoint in place, as the tools of each ecosystem do, and returns what its weights mean.
 
-GPTQ and AWQ have no light writer: their packing is written here from the documented layouts, number by number, so that it shares
-no line with the reader. fp8 and mxfp4 use transformers' own functions, compressed-tensors its own package.
+GPTQ and AWQ have no light writer: their packing is written here from the documented layouts, number by number, so that it
+shares no line with the reader. fp8 and mxfp4 use transformers' own functions, compressed-tensors its own package.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def quantize_folder(
     plain = load_file(folder / SINGLE)
     stored: Tensors = {}
     for name, tensor in list(plain.items()):
-        if not name.endswith("_proj.weight") or not choose(name):
+        if not re.search(r"(_proj|\.w[123])\.weight$", name) or not choose(name):
             stored[name] = tensor
             continue
         pieces, meant = encode(name.removesuffix(".weight"), tensor.float())

@@ -124,9 +124,9 @@ class KernelConfig:
         choices=("auto", "fused", "torch"),
     )
     moe_expert_quantization: str = flag(
-        "none",
-        "storage of expert weights; attention and embeddings stay as they are",
-        choices=("none", "int8", "fp8", "int4", "fp8_block", "mxfp4"),
+        "auto",
+        "storage of expert weights; attention and embeddings stay as they are. auto: as the checkpoint has them",
+        choices=("auto", "none", "int8", "fp8", "int4", "int4_asym", "fp8_block", "mxfp4"),
     )
     moe_quantization_group_size: int = flag(128, "input values that share a scale in int4")
     moe_small_m_threshold: str = flag(
@@ -144,6 +144,12 @@ class OffloadConfig:
 
     moe_expert_offload: bool = flag(
         False, "keep all experts in host memory and only the recently used ones of each layer on the device"
+    )
+    moe_offload_mode: str = flag(
+        "auto",
+        "who plans the cache: the device itself (device; all experts in pinned host memory), or the host (staged); auto is "
+        "device where it can be",
+        choices=("auto", "device", "staged"),
     )
     moe_expert_cache_size: str = flag(
         "auto", "experts a layer keeps on the device; auto: as many as memory leaves beside everything else"
@@ -331,13 +337,16 @@ class Facts:
     """What `resolve` needs to know of the machine and the model.
 
     has_cuda, has_bf16: whether a CUDA device is there and computes in bfloat16. checkpoint_dtype: "bfloat16" or the like.
-    context_length: positions the model serves.
+    context_length: positions the model serves. expert_format, expert_group_size: what keeps the checkpoint's experts as they
+    are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights.
     """
 
     has_cuda: bool
     has_bf16: bool
     checkpoint_dtype: str
     context_length: int
+    expert_format: str = "none"
+    expert_group_size: int = 128
 
 
 def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
@@ -394,12 +403,25 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         tokens = min(OFFLOAD_KV_TOKENS, length)
         decide("--max-total-tokens", str(tokens), "the rest of the memory goes to experts")
         cache = dataclasses.replace(cache, max_total_tokens=tokens)
+    experts, group_size = kernel.moe_expert_quantization, kernel.moe_quantization_group_size
+    if experts == "auto":
+        experts = facts.expert_format
+        if experts != "none":
+            decide("--moe-expert-quantization", experts, "the checkpoint's own")
+    if experts == facts.expert_format and experts.startswith("int4"):
+        group_size = facts.expert_group_size
     return (
         dataclasses.replace(
             config,
             model=dataclasses.replace(model, device=device, dtype=dtype, max_seq_len_override=length),
             cache=cache,
-            kernel=dataclasses.replace(kernel, attention_backend=attention, moe_backend=moe),
+            kernel=dataclasses.replace(
+                kernel,
+                attention_backend=attention,
+                moe_backend=moe,
+                moe_expert_quantization=experts,
+                moe_quantization_group_size=group_size,
+            ),
         ),
         decisions,
     )

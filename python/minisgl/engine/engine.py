@@ -34,12 +34,14 @@ from minisgl.engine.ranks import Ranks, Setup, start_ranks
 from minisgl.engine.sampler import SampleResult, sample
 from minisgl.engine.step import Chunk, SampledToken, SampleSpec
 from minisgl.kvcache import KVPool, bytes_per_page
+from minisgl.models.checkpoints import stored_experts
 from minisgl.models.decoder import Decoder, DecoderInput
+from minisgl.models.experts import expert_shape
 from minisgl.models.loader import fill_dummy_weights, load_weights
 from minisgl.models.sizes import ModelSizes, model_sizes, shard_sizes
 from minisgl.models.spec import ModelSpec
-from minisgl.moe.store.base import CacheCounters
-from minisgl.moe.store.pinned import gather_host_facts
+from minisgl.moe.store.base import CacheCounters, StoreBytes
+from minisgl.moe.store.pinned import CudaPinning, gather_host_facts
 from minisgl.moe.trace import RoutingTrace
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -61,14 +63,17 @@ class LaunchedStep:
         return self.result.fetch(self.specs) if self.result is not None else []
 
 
-def gather_facts(spec: ModelSpec) -> Facts:
+def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
     """What this machine and this model are, for `config.resolve`."""
     has_cuda = torch.cuda.is_available()
+    experts = stored_experts(folder, expert_shape(spec)) if spec.moe is not None else None
     return Facts(
         has_cuda=has_cuda,
         has_bf16=has_cuda and torch.cuda.get_device_capability()[0] >= 8,
         checkpoint_dtype=str(spec.dtype).removeprefix("torch."),
         context_length=spec.context_length,
+        expert_format="none" if experts is None else experts.name,
+        expert_group_size=128 if experts is None else experts.group_size,
     )
 
 
@@ -84,9 +89,9 @@ class Engine:
         self, requested: EngineConfig, folder: Path, record_routing: bool = False, ranks: Ranks | None = None
     ) -> None:
         self.spec = ModelSpec.from_folder(folder)
-        config, self.decisions = resolve(requested, gather_facts(self.spec))
+        config, self.decisions = resolve(requested, gather_facts(self.spec, folder))
         check_can_share(self.spec, config.parallel)
-        self.ranks = ranks or start_ranks(Setup(config, str(folder), record_routing))
+        self.ranks = ranks or start_ranks(Setup(config, str(folder)))
         self.config, self.group = self.ranks.config, self.ranks.group
         try:
             self._build(folder, record_routing)
@@ -102,15 +107,18 @@ class Engine:
         self.vocab_size = self.spec.vocab_size
         self._sharing = share_experts(self.spec, self.config.parallel, self.group, self.device)
         self._sizes = self._share_of_sizes()
-        self._offload = self._make_offload() if self.config.offload.moe_expert_offload else None
+        offloaded = self.config.offload.moe_expert_offload
+        if offloaded:
+            self._size_cache()
         self._check_memory()
+        self._offload = self._make_offload() if offloaded else None
         self.decoder = self._make_decoder()
-        self.decisions += self._offload.decisions if self._offload is not None else []
         if self.config.model.dummy_weight:
             fill_dummy_weights(self.decoder, seed=0)
         else:
             load_weights(self.decoder, folder)
-        self.trace = self._watch_routing() if record_routing or self.config.offload.moe_trace else None
+        record = (record_routing or self.config.offload.moe_trace) and not self.ranks.is_follower
+        self.trace = self._watch_routing() if record else None
         rows = self.config.scheduler.max_running_requests
         page_size = self.config.cache.page_size
         self._table = PageTable(rows, self.max_seq_len, page_size, self.device)
@@ -134,19 +142,23 @@ class Engine:
         held = len(self._sharing.shard.experts) if self._sharing is not None else 0
         return replace(sizes, num_experts=held)
 
-    def _make_offload(self) -> ExpertOffload:
-        """Experts in host memory: the number of slots a layer becomes part of the configuration."""
-        sizes, kernel = self._sizes, self.config.kernel
+    def _size_cache(self) -> None:
+        """The number of experts a layer keeps on the device becomes part of the configuration."""
         budget = None
         if self.device.type == "cuda":
             budget = cuda_budget(self.device, self.config.cache.memory_ratio)
-        self.config, decisions = size_cache(self.config, sizes, budget)
+        self.config, decisions = size_cache(self.config, self._sizes, budget)
+        self.decisions += decisions
+
+    def _make_offload(self) -> ExpertOffload:
+        """Host memory for the experts, pinned on a machine with CUDA."""
+        sizes, kernel = self._sizes, self.config.kernel
         record = sizes.record_bytes(
             kernel.moe_expert_quantization, self.dtype, kernel.moe_quantization_group_size
         )
-        facts = gather_host_facts()
-        offload = ExpertOffload(self.config.offload, sizes, record, self.device, facts)
-        self.decisions += decisions
+        pinning = CudaPinning() if self.device.type == "cuda" else None
+        offload = ExpertOffload(self.config.offload, sizes, record, self.device, gather_host_facts(), pinning)
+        self.decisions += offload.decisions
         return offload
 
     def _check_memory(self) -> None:
@@ -314,7 +326,7 @@ class Engine:
         called again.
         """
         path = self.config.offload.moe_trace
-        if path is not None and self.trace is not None and not self.ranks.is_follower:
+        if path is not None and self.trace is not None:
             self.trace.save(path)
         if self._offload is not None:
             self._offload.close()
@@ -326,12 +338,14 @@ class Engine:
         moe_layers = self.decoder.moe_layers().values()
         dense = sum(p.numel() * p.itemsize for p in self.decoder.parameters())
         experts = [layer.store.bytes() for layer in moe_layers]
+        shared = self._offload.bytes() if self._offload is not None else StoreBytes()
         table = self._table
         lines = [
             LedgerLine("dense weights", dense, where),
             LedgerLine("experts", sum(e.device for e in experts), where),
             LedgerLine("experts on the host", sum(e.pinned + e.host for e in experts), "host"),
-            LedgerLine("expert copies", self._offload.bytes().pinned if self._offload else 0, "host"),
+            LedgerLine("transient experts", shared.device, where),
+            LedgerLine("expert copies", shared.pinned, "host"),
             LedgerLine("KV pages", self.kv_pool.num_bytes, where),
             LedgerLine("page table", table.pages_RP.nbytes + table.last_R.nbytes, where),
             LedgerLine("CUDA graphs", self._graphs.num_bytes if self._graphs else 0, where),

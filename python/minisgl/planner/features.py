@@ -21,7 +21,7 @@ FEATURES: dict[str, Feature] = {
     "expert-offload": Feature(False, "no expert cache in this version"),
     "tensor-parallel": Feature(False, "one GPU only in this version"),
     "expert-parallel": Feature(False, "no expert parallelism in this version"),
-    "quantized-checkpoint": Feature(False, "no quantized checkpoints in this version"),
+    "quantized-checkpoint": Feature(True, "no quantized checkpoints in this version"),
 }
 
 

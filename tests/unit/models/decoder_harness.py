@@ -11,6 +11,7 @@ from minisgl.attention import AttentionBatch, AttentionProblem, LayerCache, make
 from minisgl.attention.base import AttentionBackend
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.decoder import Decoder, DecoderInput
+from minisgl.models.experts import MoeFactory
 from minisgl.models.loader import load_weights
 from minisgl.models.spec import ModelSpec
 
@@ -22,8 +23,15 @@ def cpu_attention(problem: AttentionProblem) -> AttentionBackend:
     return make_attention("auto", problem, CPU)
 
 
-def empty_decoder(spec: ModelSpec, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
-    return Decoder(spec, cpu_attention, page_size=PAGE_SIZE, device=device, dtype=dtype)
+def empty_decoder(
+    spec: ModelSpec,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    moe_factory: MoeFactory | None = None,
+) -> Decoder:
+    return Decoder(
+        spec, cpu_attention, page_size=PAGE_SIZE, device=device, dtype=dtype, moe_factory=moe_factory
+    )
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 INDEX = "model.safetensors.index.json"
+OWN_MAPPING = 2**19  # bytes from which on a tensor has a mapping of its own
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -175,10 +177,19 @@ class TensorView:
             row = num_bytes // shape[0]
             shape[0] = max(last - first, 0)
             start, num_bytes, rest = start + first * row, shape[0] * row, index[1:]
-        target_B = torch.empty(num_bytes, dtype=torch.uint8)
+        target_B = _new_memory(num_bytes)
         read_into(header.file, start, target_B)
         tensor = target_B.view(DTYPES[header.dtype]).view(shape)
         return tensor[(slice(None), *rest)] if rest else tensor
+
+
+def _new_memory(num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes]. Large ones are mapped one by one, so that they go back to the system when they are dropped: what many
+    threads allocate and free otherwise stays in as many arenas.
+    """
+    if num_bytes < OWN_MAPPING:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def some(names: list[str], limit: int = 4) -> str:

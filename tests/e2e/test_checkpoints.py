@@ -1,0 +1,211 @@
+"""Quantized checkpoints, whole: logits equal those of transformers with the weights that each ecosystem's own tool means."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.models.auto import AutoModelForCausalLM
+
+from minisgl import LLM, SamplingParams
+from minisgl.models.checkpoints import stored_experts
+from minisgl.models.decoder import Decoder
+from minisgl.models.experts import expert_shape, resident_moe
+from minisgl.models.loader import load_weights
+from minisgl.models.spec import ModelSpec
+from tests.checkpoint_writers import (
+    SINGLE,
+    awq_config,
+    awq_encoder,
+    compressed_encoder,
+    encode_fp8,
+    gptq_config,
+    gptq_encoder,
+    quantize_folder,
+)
+from tests.e2e.model_factory import greedy, make_model, make_prompts
+from tests.unit.models.decoder_harness import CPU, Session, empty_decoder
+
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 64}
+TOKENS = [5, 17, 200, 3, 99, 42, 7]
+
+
+def compressed(layout: str, **weights):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    return compressed_encoder(layout, weights)
+
+
+CASES = {
+    "fp8_block": lambda: (encode_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "gptq": lambda: (gptq_encoder(64), gptq_config(64)),
+    "gptq_asym": lambda: (gptq_encoder(32, symmetric=False), gptq_config(32, symmetric=False)),
+    "gptq_rows": lambda: (gptq_encoder(-1), gptq_config(-1)),
+    "awq": lambda: (awq_encoder(32), awq_config(32)),
+    "ct_int4": lambda: compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+    "ct_int8": lambda: compressed("int-quantized", num_bits=8, strategy="channel"),
+    "ct_fp8": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+}
+FORMATS = {
+    "fp8_block": "fp8_block",
+    "gptq": "int4",
+    "gptq_asym": "int4_asym",
+    "gptq_rows": "int4",
+    "awq": "int4_asym",
+    "ct_int4": "int4",
+    "ct_int8": "int8",
+    "ct_fp8": "fp8",
+}
+
+
+def quantized(folder: Path, case: str, name: str = "qwen3_moe", **changes) -> PreTrainedModel:
+    """A tiny model, quantized in place; returns transformers' model with the weights that are meant."""
+    make_model(folder, name, **{**SIZES, **changes})
+    plain_config = (folder / "config.json").read_text()
+    meant = quantize_folder(folder, *CASES[case]())
+    reference = folder / "meant"
+    reference.mkdir()
+    save_file(meant, reference / SINGLE, metadata={"format": "pt"})
+    (reference / "config.json").write_text(plain_config)
+    return AutoModelForCausalLM.from_pretrained(
+        reference, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def load(folder: Path, weight_format: str | None = None, group_size: int = 128) -> Decoder:
+    """A decoder whose experts are stored as the checkpoint has them, or as asked."""
+    spec = ModelSpec.from_folder(folder)
+    factory = None
+    if spec.moe is not None:
+        choice = stored_experts(folder, expert_shape(spec))
+        assert choice is not None
+        factory = resident_moe(
+            spec,
+            weight_format=weight_format or choice.name,
+            group_size=group_size if weight_format else choice.group_size,
+            device=CPU,
+            dtype=torch.float32,
+        )
+    decoder = empty_decoder(spec, moe_factory=factory)
+    load_weights(decoder, folder)
+    return decoder
+
+
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    return Session(decoder, 1, 16).step([(0, TOKENS)])
+
+
+@torch.inference_mode()
+def expected_logits(model: PreTrainedModel) -> torch.Tensor:
+    return model(torch.tensor([TOKENS])).logits[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_meant_weights(tmp_path: Path, case: str, caplog) -> None:
+    model = quantized(tmp_path, case)
+    with caplog.at_level(logging.WARNING):
+        decoder = load(tmp_path)
+    assert not caplog.records, "nothing was quantized anew"
+    assert all(
+        moe.store.format.name == FORMATS[case].removesuffix("_asym") for moe in decoder.moe_layers().values()
+    )
+    torch.testing.assert_close(logits_of(decoder), expected_logits(model), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["fp8_block", "gptq", "awq"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_other_families(tmp_path: Path, case: str, name: str) -> None:
+    model = quantized(tmp_path, case, name, intermediate_size=128)
+    torch.testing.assert_close(logits_of(load(tmp_path)), expected_logits(model), rtol=1e-4, atol=1e-3)
+
+
+def test_the_engine_takes_the_checkpoints_own_format(tmp_path: Path) -> None:
+    model = quantized(tmp_path, "awq")
+    llm = LLM(str(tmp_path), device="cpu", num_pages=100)
+    assert llm.config.kernel.moe_expert_quantization == "int4_asym"
+    assert llm.config.kernel.moe_quantization_group_size == 32
+    assert [d.value for d in llm.decisions if d.flag == "--moe-expert-quantization"] == ["int4_asym"]
+    (prompt,) = make_prompts([9])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    assert llm.generate([prompt], params)[0].token_ids == greedy(model, prompt, 8)
+
+
+def test_plain_experts_beside_quantized_attention_stay_plain(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe", **SIZES)
+    encode, config = CASES["gptq"]()
+    quantize_folder(tmp_path, encode, config, choose=lambda name: "self_attn" in name)
+    assert stored_experts(tmp_path, expert_shape(ModelSpec.from_folder(tmp_path))) is None
+    llm = LLM(str(tmp_path), device="cpu", num_pages=100)
+    assert llm.config.kernel.moe_expert_quantization == "none"
+
+
+def test_another_format_is_quantized_anew_and_said_so(tmp_path: Path, caplog) -> None:
+    model = quantized(tmp_path, "fp8_block")
+    with caplog.at_level(logging.WARNING):
+        decoder = load(tmp_path, "int8")
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "72 expert weights were quantized anew as int8, because fp8 with scales of blocks" in text
+    assert "relative error added: 0." in text
+    error = (logits_of(decoder) - expected_logits(model)).norm() / expected_logits(model).norm()
+    assert 0 < error < 0.3  # 0.6 % in the weights, and some tokens choose another expert
+
+
+def test_asked_for_none_dequantizes_without_a_warning(tmp_path: Path, caplog) -> None:
+    model = quantized(tmp_path, "gptq")
+    with caplog.at_level(logging.WARNING):
+        decoder = load(tmp_path, "none")
+    assert not caplog.records
+    torch.testing.assert_close(logits_of(decoder), expected_logits(model), rtol=1e-4, atol=1e-3)
+
+
+def test_act_order_is_quantized_anew(tmp_path: Path, caplog) -> None:
+    make_model(tmp_path, "qwen3_moe", **SIZES)
+    config = gptq_config(32, act_order=True)
+    quantize_folder(tmp_path, gptq_encoder(32, act_order=True), config)
+    with caplog.at_level(logging.WARNING):
+        decoder = load(tmp_path)
+    (record,) = caplog.records
+    assert "quantized anew as int4, because its columns are grouped in another order" in record.getMessage()
+    assert logits_of(decoder).isfinite().all()
+
+
+def test_pieces_in_different_files(tmp_path: Path) -> None:
+    model = quantized(tmp_path, "gptq")
+    tensors = load_file(tmp_path / SINGLE)
+    names = sorted(
+        tensors, key=lambda name: name.rpartition(".")[2]
+    )  # all scales together, all qweights together
+    weight_map = {}
+    for index in range(3):
+        own = names[index::3]
+        file = f"model-{index + 1:05d}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in own}, tmp_path / file)
+        weight_map |= dict.fromkeys(own, file)
+    (tmp_path / SINGLE).unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    torch.testing.assert_close(logits_of(load(tmp_path)), expected_logits(model), rtol=1e-4, atol=1e-3)
+
+
+def test_wrong_shape_of_an_expert_names_it(tmp_path: Path) -> None:
+    quantized(tmp_path, "ct_int8")
+    tensors = load_file(tmp_path / SINGLE)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors[name] = tensors[name][:, :-1].clone()
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=rf"{name} in .*: expected shape \[64, 128\], found \[64, 127\]"):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_files_without_an_index(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    tensors = load_file(tmp_path / SINGLE)
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "b.safetensors")
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ValueError, match=r"model.norm.weight is in a.safetensors and in b.safetensors"):
+        load(tmp_path)
