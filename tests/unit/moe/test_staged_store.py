@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,39 +14,10 @@ from minisgl.moe.store import CacheCounters, ResidentStore, StagedStore, StoreBy
 from minisgl.moe.store.copies import DirectCopies
 from minisgl.moe.store.pinned import HostMemory
 from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.unit.moe.late_copies import LateCopies
 
 E, K, D, F = 16, 4, 32, 64
 SHAPE, BACKEND = ExpertShape(D, F), TorchMoeBackend()
-
-
-class LateCopies:
-    """Copies that happen at the last permitted moment: when somebody waits for them. Until then the slot is NaN.
-
-    log: ("start" | "wait" | "release", slot) in order. Refuses a copy into a slot that was handed out and not released.
-    """
-
-    def __init__(self, slab_SB: torch.Tensor) -> None:
-        self.slab_SB, self.log = slab_SB, []
-        slab_SB.fill_(0xFF)
-        self._late: dict[int, torch.Tensor] = {}
-        self._read: set[int] = set()
-
-    def start(self, slot: int, record_B: torch.Tensor, pinned: bool) -> None:
-        assert slot not in self._read, "a kernel may still be reading this slot"
-        self.slab_SB[slot] = 0xFF
-        self._late[slot] = record_B
-        self.log.append(("start", slot))
-
-    def wait(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if slot in self._late:
-                self.slab_SB[slot] = self._late.pop(slot)
-            self._read.add(slot)
-            self.log.append(("wait", slot))
-
-    def release(self, slots: Sequence[int]) -> None:
-        self._read -= set(slots)
-        self.log += [("release", slot) for slot in slots]
 
 
 def make_pair(

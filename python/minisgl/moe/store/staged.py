@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
@@ -25,6 +24,7 @@ from minisgl.moe.store.copies import Copies
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, SlotTable
 from minisgl.moe.store.records import ExpertRecords
+from minisgl.moe.store.routes import slots_of_routes, used_experts
 
 
 class StagedStore(ExpertRecords):
@@ -62,9 +62,8 @@ class StagedStore(ExpertRecords):
 
     def place(self, routing: Routing) -> Iterable[Placement]:
         """Waves; see the module. Waits for the routing."""
-        ids_TK = routing.ids_TK.long()
-        hits, misses = self._use(ids_TK.cpu().numpy())
-        current = hits
+        ids_TK = routing.ids_TK
+        current, misses = self._use(ids_TK)
         chunks = [misses[i : i + self._wave_size] for i in range(0, len(misses), self._wave_size)]
         for chunk in [*chunks, []]:
             slots = [self._table.slot_of_E[expert] for expert in current]
@@ -87,19 +86,15 @@ class StagedStore(ExpertRecords):
     def counters(self) -> CacheCounters:
         return self._counters
 
-    def _use(self, ids_TK: np.ndarray) -> tuple[list[int], list[int]]:
+    def _use(self, ids_TK: torch.Tensor) -> tuple[list[int], list[int]]:
         """Stamp this step's experts. (those in a slot, the others), each in the order of the last token that uses it."""
-        tokens, choices = np.nonzero(ids_TK >= 0)
-        used = ids_TK[tokens, choices]
-        times_E = np.bincount(used, minlength=self.num_experts).tolist()
-        last_token_E = np.full(self.num_experts, -1)
-        last_token_E[used] = tokens  # ascending, so the last one stays
-        experts = np.argsort(last_token_E, kind="stable")[np.count_nonzero(last_token_E < 0) :].tolist()
-        for expert in experts:
-            self._table.use(expert, self._now + int(last_token_E[expert]), times_E[expert])
+        uses = used_experts(ids_TK, self.num_experts)
+        for use in uses:
+            self._table.use(use.expert, self._now + use.last_token, use.times)
         self._now += len(ids_TK)
-        hits = [expert for expert in experts if self._table.slot_of_E[expert] != EMPTY]
-        misses = [expert for expert in experts if self._table.slot_of_E[expert] == EMPTY]
+        slot_of_E = self._table.slot_of_E
+        hits = [use.expert for use in uses if slot_of_E[use.expert] != EMPTY]
+        misses = [use.expert for use in uses if slot_of_E[use.expert] == EMPTY]
         self._counters += CacheCounters(hits=len(hits), misses=len(misses))
         return hits, misses
 
@@ -116,10 +111,9 @@ class StagedStore(ExpertRecords):
         self, experts: Sequence[int], slots: Sequence[int], ids_TK: torch.Tensor
     ) -> Iterator[Placement]:
         """One placement, for the routes of these experts alone; releases the slots however the consumer comes back."""
-        slot_of_E1 = torch.full((self.num_experts + 1,), -1, dtype=torch.int32)  # the last answers id -1
-        slot_of_E1[list(experts)] = torch.tensor(slots, dtype=torch.int32)
+        slot_of = dict(zip(experts, slots))
         self._copies.wait(slots)
         try:
-            yield Placement(self.slab, slot_of_E1.to(self.device, non_blocking=True)[ids_TK])
+            yield Placement(self.slab, slots_of_routes(ids_TK, slot_of, self.num_experts))
         finally:
             self._copies.release(slots)

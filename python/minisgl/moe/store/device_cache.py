@@ -1,0 +1,173 @@
+"""DeviceStore: experts in pinned host memory, S slots a layer on the device, planned and filled by the device itself.
+
+    decode    place (one small kernel)    routed experts -> slots, list of the missing ones
+              fetch, on a second stream   host memory -> slots, while
+              compute                     the routes whose experts were there run; the others follow when the fetch is over
+    prompt    experts that are in a slot at once; the others stream through transient slots, the next layer's behind them
+
+A decode step never waits for the host, so a CUDA graph holds it, with as many waves as its tokens could need. A prompt
+waits for its routing once a layer and fetches nothing that no token uses. It leaves the caches alone but for what its last
+tokens used: those experts are copied from the transient slots, because decoding is about to ask for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
+from minisgl.moe.formats import ExpertFormat
+from minisgl.moe.kernels.device_plan import DevicePlan
+from minisgl.moe.store.base import CacheCounters, StoreBytes
+from minisgl.moe.store.pinned import HostRecords
+from minisgl.moe.store.planning import EMPTY
+from minisgl.moe.store.records import ExpertRecords
+from minisgl.moe.store.routes import slots_of_routes, used_experts
+from minisgl.moe.store.streaming import TransientSlots
+
+MAX_TOKENS = 64  # of a step that the device plans; larger ones are prompts
+MAX_WAVES = 4  # of such a step: a wave that turns out to be empty still costs its launches
+WARM_TOKENS = 4  # last tokens of a prompt whose experts are kept, if half of the slots hold them
+STREAM_AHEAD = 0.9  # the next layer's experts follow if this layer needed so much of what it lacked
+
+
+class Overlap(Protocol):
+    """How a fetch and the computation of hits share the device."""
+
+    def begin(self, fetch: Callable[[], None]) -> None:
+        """Launch the fetch, after everything launched so far."""
+        ...
+
+    def join(self) -> None:
+        """What is launched from now on comes after the fetch."""
+        ...
+
+
+class Serial:
+    """One stream: the fetch, then the hits. For a CPU, and for comparison."""
+
+    def begin(self, fetch: Callable[[], None]) -> None:
+        fetch()
+
+    def join(self) -> None:
+        pass
+
+
+class Forked:
+    """A second stream, forked before the hits and joined after them; a CUDA graph captures it as a branch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def begin(self, fetch: Callable[[], None]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            fetch()
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class DeviceStore(ExpertRecords):
+    """The records are the only copy of the weights; slots hold copies of some of them."""
+
+    def __init__(
+        self,
+        host: HostRecords,
+        shape: ExpertShape,
+        weight_format: ExpertFormat,
+        num_slots: int,
+        top_k: int,
+        device: torch.device | str,
+        transient: Callable[[Slab], TransientSlots],
+        overlap: Overlap | None = None,
+    ) -> None:
+        """host: memory for the records of all experts, all of it pinned where `device` is a CUDA device. top_k: experts a token
+        uses at most. transient: given a slab like this layer's, the transient slots it shares with the other layers. overlap:
+        None for `Serial`.
+        """
+        num_experts = len(host.records_EB)
+        super().__init__(num_experts, shape, weight_format, device, host.records_EB)
+        assert 1 <= num_slots <= num_experts
+        self.device = torch.device(device)
+        assert self.device.type == "cpu" or host.num_pinned == num_experts, (
+            "kernels can't read pageable memory"
+        )
+        slots_SB = torch.empty((num_slots, self.layout.nbytes), dtype=torch.uint8, device=self.device)
+        self.slab = Slab.of_records(weight_format.name, shape, self.layout, slots_SB)
+        self.plan = DevicePlan(num_experts, num_slots, self.device)
+        self.following: DeviceStore | None = None  # the next layer's store, for streaming ahead
+        self.num_streamed = 0
+        self._host, self._top_k, self._overlap = host, top_k, overlap or Serial()
+        self._transient = transient(self.slab)
+        self._in_prompts = CacheCounters()
+
+    @property
+    def num_slots(self) -> int:
+        return self.slab.num_slots
+
+    def place(self, routing: Routing) -> Iterable[Placement]:
+        ids_TK = routing.ids_TK.contiguous()
+        planned = self._is_planned(*ids_TK.shape)
+        return self._planned(ids_TK) if planned else self._streaming(ids_TK)
+
+    def bytes(self) -> StoreBytes:
+        pinned = self._host.pinned_bytes
+        return StoreBytes(self.slab.records_SB.nbytes, pinned, self.records_EB.nbytes - pinned)
+
+    def graph_safe(self, num_tokens: int) -> bool:
+        return self._is_planned(num_tokens, self._top_k)
+
+    def counters(self) -> CacheCounters:
+        """Waits for the device."""
+        hits, misses, evictions = self.plan.counters.tolist()
+        num_bytes = (misses + self.num_streamed) * self.layout.nbytes
+        return CacheCounters(hits, misses, evictions, num_bytes) + self._in_prompts
+
+    def _is_planned(self, num_tokens: int, top_k: int) -> bool:
+        return num_tokens <= MAX_TOKENS and self.plan.num_waves(num_tokens, top_k) <= MAX_WAVES
+
+    def _planned(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
+        """Always the same launches for so many tokens, and no wait for the device."""
+        for wave in range(self.plan.num_waves(*ids_TK.shape)):
+            hit_slots_TK, miss_slots_TK = self.plan.place(ids_TK, first=wave == 0)
+            self._overlap.begin(lambda: self.plan.fetch(self.records_EB, self.slab.records_SB))
+            try:
+                if wave == 0:
+                    yield Placement(self.slab, hit_slots_TK)
+            finally:
+                self._overlap.join()
+            yield Placement(self.slab, miss_slots_TK)
+
+    def _streaming(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
+        """A prompt; waits for its routing."""
+        slot_of_E = self.plan.slot_of_E.tolist()
+        used = [use.expert for use in used_experts(ids_TK, self.num_experts)]
+        hits = {expert: slot_of_E[expert] for expert in used if slot_of_E[expert] != EMPTY}
+        misses = [expert for expert in used if expert not in hits]
+        self._in_prompts += CacheCounters(hits=len(hits), misses=len(misses))
+        if hits:
+            yield Placement(self.slab, slots_of_routes(ids_TK, hits, self.num_experts))
+        kept = max(1, min(WARM_TOKENS, self.num_slots // (2 * self._top_k)))
+        self.plan.place(ids_TK[-kept:], first=True, count=False)
+        complete = False
+        try:
+            for wave in self._transient.serve(self, misses, self._ahead(len(misses), slot_of_E.count(EMPTY))):
+                place_of_E = torch.full((self.num_experts,), EMPTY, dtype=torch.int32)
+                place_of_E[list(wave)] = torch.tensor(list(wave.values()), dtype=torch.int32)
+                near = self._transient.slab
+                self.plan.fetch_some(near.records_SB, place_of_E.to(self.device), self.slab.records_SB)
+                yield Placement(near, slots_of_routes(ids_TK, wave, self.num_experts))
+            complete = True
+        finally:
+            if not complete:  # the maps promise experts that have not come yet
+                self.plan.fetch(self.records_EB, self.slab.records_SB)
+
+    def _ahead(self, num_missing: int, num_absent: int) -> tuple[DeviceStore, list[int]] | None:
+        """The next layer and what it lacks, if it will probably need most of that: if this one did."""
+        if self.following is None or num_missing < max(1, STREAM_AHEAD * num_absent):
+            return None
+        slot_of_E = self.following.plan.slot_of_E.tolist()
+        return self.following, [expert for expert, slot in enumerate(slot_of_E) if slot == EMPTY]

@@ -1,0 +1,182 @@
+"""The device store with its kernels in the interpreter: bit for bit the resident store, whatever the slots held before."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.layers.moe import MoELayer, Router
+from minisgl.moe.backend import MoeBackend
+from minisgl.moe.base import ExpertShape, Routing, RoutingRule, Slab
+from minisgl.moe.formats import get_format
+from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.store import CacheCounters, ExpertStore, ResidentStore, StagedStore
+from minisgl.moe.store import device_cache as device_cache_module
+from minisgl.moe.store.device_cache import DeviceStore
+from minisgl.moe.store.pinned import HostMemory
+from minisgl.moe.store.streaming import TransientSlots
+from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.unit.moe.late_copies import LateCopies
+
+E, K, D, F = 16, 4, 32, 64
+SHAPE = ExpertShape(D, F)
+
+
+def make_stores(num_slots: int, num_layers: int = 1, num_transient: int = 4) -> list[DeviceStore]:
+    """One a layer, linked as an engine links them; transient slots whose copies are late."""
+    weight_format = get_format("none", torch.float32)
+    shared: list[TransientSlots] = []
+
+    def transient(slab: Slab) -> TransientSlots:
+        if not shared:
+            shared.append(TransientSlots(slab, num_transient, LateCopies))
+        return shared[0]
+
+    stores = []
+    for layer in range(num_layers):
+        host = HostMemory().allocate(E, weight_format.bytes_per_expert(SHAPE))
+        store = DeviceStore(host, SHAPE, weight_format, num_slots, K, "cpu", transient)
+        store.slab.records_SB.fill_(0xFF)
+        store.fill_random(seed=layer, std=0.15)
+        stores.append(store)
+    for one, following in pairwise(stores):
+        one.following = following
+    return stores
+
+
+def layer_of(store: ExpertStore, router: Router, backend: MoeBackend) -> MoELayer:
+    return MoELayer(router, store, backend)
+
+
+def random_router() -> Router:
+    router = Router(E, D, RoutingRule(K))
+    router.weight.normal_()
+    return router
+
+
+def resident_twin(store: DeviceStore) -> ResidentStore:
+    resident = ResidentStore(E, SHAPE, store.format, "cpu")
+    resident.records_EB.copy_(store.records_EB)
+    return resident
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_equal_to_resident_after_any_history(data: st.DataObject) -> None:
+    num_slots = data.draw(st.integers(1, E), "slots")
+    num_transient = data.draw(st.integers(1, 8), "transient slots")
+    (store,) = make_stores(num_slots, num_transient=num_transient)
+    router, backend = random_router(), TorchMoeBackend()
+    resident = layer_of(resident_twin(store), router, backend)
+    cached = layer_of(store, router, backend)
+    for num_tokens in data.draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 70]), max_size=6), "tokens"):
+        x = torch.randn(num_tokens, D)
+        assert torch.equal(cached(x), resident(x))
+        some = torch.tensor([num_tokens // 2], dtype=torch.int32)
+        assert torch.equal(cached(x, some), resident(x, some)), "padding rows"
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, E])
+@pytest.mark.parametrize("kind", ["device", "staged"])
+def test_fused_kernels_give_the_same_bits(num_slots: int, kind: str) -> None:
+    """Direct kernels for one token, which add up in registers when resident; grouped ones for more."""
+    (store,) = make_stores(num_slots)
+    router, resident = random_router(), resident_twin(store)
+    other: ExpertStore = store
+    if kind == "staged":
+        host = HostMemory().allocate(E, store.layout.nbytes)
+        other = StagedStore(host, SHAPE, store.format, num_slots, "cpu", LateCopies, wave_size=2)
+        other.records_EB.copy_(store.records_EB)
+    one, two = (layer_of(s, router, FusedMoeBackend()) for s in (resident, other))
+    for num_tokens in (1, 1, 3):
+        x = torch.randn(num_tokens, D)
+        assert torch.equal(one(x), two(x))
+
+
+def ids(*rows: list[int]) -> Routing:
+    return Routing(torch.tensor(rows, dtype=torch.int32), torch.ones(len(rows), len(rows[0])))
+
+
+def test_decode_steps_are_counted_and_planned_by_the_device() -> None:
+    (store,) = make_stores(num_slots=6)
+    nbytes = store.layout.nbytes
+    assert len(list(store.place(ids([0, 1, 2, 3])))) == 2, "hits, then misses"
+    list(store.place(ids([0, 1, 4, 5])))
+    list(store.place(ids([6, 0, -1, -1])))
+    assert store.counters() == CacheCounters(hits=3, misses=7, evictions=1, num_bytes=7 * nbytes)
+    assert set(store.plan.expert_of_S.tolist()) == {0, 1, 4, 5, 6, 3}, (
+        "2 and 3 were used longest ago, equally often"
+    )
+    assert [store.graph_safe(n) for n in (1, 3, 6, 64, 65)] == [True, True, True, True, False]
+    assert not make_stores(num_slots=3)[0].graph_safe(64), "sixteen experts through three slots"
+    assert len(list(store.place(ids([0, 1, 2, 3], [4, 5, 6, 7])))) == 3, "eight experts through six slots"
+
+
+def prompt(*last: int) -> Routing:
+    """70 tokens that use experts 0 to 11 in turn, and then four more."""
+    return ids(*[[t % 12, (t + 1) % 12, (t + 2) % 12, -1] for t in range(70)], list(last))
+
+
+def test_a_prompt_leaves_the_decode_set_alone_but_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_cache_module, "WARM_TOKENS", 1)
+    (store,) = make_stores(num_slots=10)
+    for row in ([12, 13, 14, 15], [12, 13, 14, 15], [0, 1, 12, 13]):
+        list(store.place(ids(row)))
+    before = store.counters()
+    list(store.place(prompt(2, 3, 12, -1)))
+    assert {0, 1, 12, 13, 14, 15, 2, 3} == set(store.plan.expert_of_S.tolist()) - {-1}
+    done = store.counters() - before
+    assert (done.hits, done.misses) == (3, 10), "0, 1 and 12 were there"
+    assert done.num_bytes == 10 * store.layout.nbytes, "what was kept was copied on the device"
+    before = store.counters()
+    list(store.place(ids([2, 3, 12, 13])))
+    assert (store.counters() - before).misses == 0
+    assert all(torch.equal(store.slab.records_SB[s], store.records_EB[e])
+               for s, e in enumerate(store.plan.expert_of_S.tolist()) if e >= 0)  # fmt: skip
+
+
+def test_the_next_layer_streams_behind_a_layer_that_needed_everything() -> None:
+    first, second = make_stores(num_slots=2, num_layers=2, num_transient=6)
+    everything = ids(*[[t % E, (t + 5) % E, (t + 9) % E, (t + 13) % E] for t in range(70)])
+    list(first.place(everything))
+    assert first.num_streamed == E
+    assert second.num_streamed == 6, "as many as there are transient slots"
+    list(second.place(everything))
+    assert second.num_streamed == E, "what was on its way is not sent again"
+    list(first.place(prompt(0, 1, 2, 3)))
+    before = second.num_streamed
+    list(second.place(ids([0, 1, 2, 3])))
+    assert second.num_streamed == before, "a prompt of few experts sends nothing ahead"
+
+
+def test_a_prompt_fetches_only_what_it_uses() -> None:
+    (store,) = make_stores(num_slots=1)
+    list(store.place(ids(*[[2, 3, -1, -1]] * 70)))
+    assert store.counters().num_bytes == 2 * store.layout.nbytes
+
+
+@pytest.mark.parametrize("num_tokens", [2, 70])
+def test_a_step_that_ends_in_the_middle_leaves_true_slots(num_tokens: int) -> None:
+    (store,) = make_stores(num_slots=5)
+    router, backend = random_router(), TorchMoeBackend()
+    resident = layer_of(resident_twin(store), router, backend)
+    cached = layer_of(store, router, backend)
+    for num_waves in range(5):
+        routing = backend.route(router(torch.randn(num_tokens, D)), router.rule)
+        waves = iter(store.place(routing))
+        for _ in range(num_waves):
+            next(waves, None)
+        waves.close()  # type: ignore[attr-defined]
+        for size in (1, 70):
+            x = torch.randn(size, D)
+            assert torch.equal(cached(x), resident(x))
+
+
+def test_bytes() -> None:
+    (store,) = make_stores(num_slots=5)
+    assert (store.bytes().device, store.bytes().pinned) == (5 * store.layout.nbytes, 0)
+    assert store.bytes().host == E * store.layout.nbytes

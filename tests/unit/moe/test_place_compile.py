@@ -1,0 +1,82 @@
+"""The kernels of the expert cache compile for GPUs that aren't here, without spills, and the fetch reads 16 bytes a load."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from minisgl.moe.kernels.device_plan import DevicePlan  # noqa: E402
+
+
+class NamedTarget:
+    """The part of a driver that compiling asks for. The device number keeps its kernels apart from a real device's."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 1000 + self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(params=[90, 120], ids=lambda capability: f"sm_{capability}")
+def kernels(request: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What would have been launched, by name."""
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
+    compiled: dict[str, list[Any]] = {}
+    run = JITFunction.run
+
+    def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(function, *args, grid=grid, warmup=True, **options)
+        compiled.setdefault(function.__name__, []).append(kernel)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", NamedTarget(request.param))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return compiled
+
+
+def spilled_bytes(kernel: Any, folder: Path) -> int:
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_experts", "num_slots"), [(128, 49), (512, 256)])
+def test_place_compiles_for_large_layers(kernels, num_experts: int, num_slots: int, tmp_path: Path) -> None:
+    plan = DevicePlan(num_experts, num_slots, torch.device("cpu"))
+    for num_tokens in (1, 64):
+        ids_TK = torch.zeros((num_tokens, 8), dtype=torch.int32)
+        plan.place(ids_TK, first=True)
+        plan.place(ids_TK, first=False)
+    assert all(spilled_bytes(kernel, tmp_path) <= 8 for kernel in kernels["place_kernel"])
+    assert max(kernel.metadata.shared for kernel in kernels["place_kernel"]) <= 48 * 1024
+
+
+@pytest.mark.slow
+def test_fetch_reads_wide_words(kernels, tmp_path: Path) -> None:
+    plan = DevicePlan(4, 2, torch.device("cpu"))
+    records_EB, slab_SB = (torch.zeros((n, 2**17 + 256), dtype=torch.uint8) for n in (4, 2))
+    plan.fetch(records_EB, slab_SB)
+    plan.fetch_some(slab_SB, plan.slot_of_E, slab_SB)
+    plain = kernels["fetch_kernel"][0]
+    assert re.search(r"ld\.global\S*\.v2\.b64", plain.asm["ptx"]), "16 bytes a load"
+    assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in kernels["fetch_kernel"])
