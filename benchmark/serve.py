@@ -34,7 +34,7 @@ from minisgl.server.bench_client import HttpStream, percentiles
 
 ROOT = pathlib.Path(__file__).parents[1]
 STREAMS, TOKENS = 64, 200
-REQUESTS, AT_ONCE = 10_000, 64
+REQUESTS, AT_ONCE = 10_000, 16
 
 
 class NullServer:

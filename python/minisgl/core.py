@@ -36,10 +36,16 @@ def _whole(name: str, value: int, low: int, remedy: str) -> None:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the output must look like. text: a JSON schema, regular expression or EBNF grammar; unused for json_object."""
+    """What the output must look like. text is a JSON schema, a regular expression or an EBNF grammar; unused for json_object.
+
+    A model may think first: think_end is the token after which the grammar applies. The output begins with thinking if
+    think_start is None, otherwise only if its first token is think_start.
+    """
 
     kind: Literal["json_object", "json_schema", "regex", "ebnf"]
     text: str = ""
+    think_start: int | None = None
+    think_end: int | None = None
 
 
 class TokenConstraint(Protocol):

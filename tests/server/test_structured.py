@@ -118,3 +118,27 @@ def test_a_grammar_without_an_end_neither_hangs_nor_kills(server):
     answer = server.chat("x", guided_grammar="root ::= root", max_tokens=5)
     assert answer.status_code in (200, 400)
     assert server.chat("alive").json()["choices"][0]["message"]["content"] == "alive"
+
+
+@pytest.mark.parametrize("options", [{}, {"open_thinking": True}])
+def test_a_model_may_think_before_the_grammar_applies(server, options):
+    text = "<think>no JSON here</think>" if not options else "no JSON here</think>"
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": GOOD["flat"]}}
+    fields = {"response_format": form, "chat_template_kwargs": options}
+    message = server.chat(f"{text} nor here", **fields).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "no JSON here"
+    assert isinstance(json.loads(message["content"])["a"], int)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": GOOD["flat"]}}]
+    fields = {"tools": tools, "tool_choice": "required", "chat_template_kwargs": options}
+    message = server.chat(f"{text} nor here", **fields).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "no JSON here"
+    assert isinstance(json.loads(message["tool_calls"][0]["function"]["arguments"])["a"], int)
+
+
+def test_without_thinking_the_grammar_applies_at_once(server):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": GOOD["flat"]}}
+    for options in ({}, {"enable_thinking": False}):
+        fields = {"response_format": form, "chat_template_kwargs": options}
+        message = server.chat("plain text", **fields).json()["choices"][0]["message"]
+        assert "reasoning_content" not in message
+        assert isinstance(json.loads(message["content"])["a"], int)

@@ -11,12 +11,14 @@ import functools
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from minisgl.core import Grammar
 from minisgl.server.errors import bad_request
-from minisgl.server.parsers import OutputParser, chat_parser
+from minisgl.server.parsers import ChainParser, Formats, OutputParser, chat_parser
 from minisgl.server.parsers.forced import NamedCallParser
+from minisgl.server.parsers.reasoning import CLOSE, OPEN, ThinkParser, start_of
 from minisgl.server.parsers.tools import JsonListParser
 from minisgl.server.protocol import ChatCompletionRequest, ChatMessage, NamedToolChoice, Tool
 from minisgl.server.sampling import asks_for_grammar, grammar_of, max_new_tokens, sampling_params
@@ -159,6 +161,23 @@ async def render_prompt(service: Service, body: ChatCompletionRequest, tools: li
     return await service.pool.render(messages, specs or None, generate, options)
 
 
+def _forced_parser(formats: Formats, prompt: str, make_parser: Callable[[], OutputParser]) -> OutputParser:
+    """The parser of a forced call, behind one for the thinking that may come first."""
+    if formats.reasoning != "think":
+        return make_parser()
+    return ChainParser(ThinkParser(start_of(prompt)), make_parser())
+
+
+def after_thinking(service: Service, grammar: Grammar, prompt: str) -> Grammar:
+    """The grammar, made to wait until a model that thinks has thought."""
+    start, tokenizer = start_of(prompt), service.pool.tokenizer
+    think_end = tokenizer.token_id(CLOSE)
+    if service.formats.reasoning != "think" or start == "content" or think_end is None:
+        return grammar
+    think_start = None if start == "reasoning" else tokenizer.token_id(OPEN)
+    return replace(grammar, think_start=think_start, think_end=think_end)
+
+
 async def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Job:
     """Check and tokenize a chat request. ApiError for whatever is wrong with it."""
     arrival = time.perf_counter()
@@ -175,11 +194,15 @@ async def prepare_chat(service: Service, body: ChatCompletionRequest, request_id
         grammar = Grammar("json_schema", json.dumps(forced[0]))
         await service.pool.run(check_grammar, grammar)
     prompt = await render_prompt(service, body, tools)
+    if grammar is not None:
+        grammar = after_thinking(service, grammar, prompt)
     ids = await service.pool.encode(prompt, service.max_model_len, add_special_tokens=False)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_tokens = max_new_tokens(asked, len(ids), service.max_model_len)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, service.client.facts.vocab_size, max_tokens, logprobs, grammar)
     names = tuple(tool.function.name for tool in tools)
-    make_parser = forced[1] if forced else functools.partial(chat_parser, service.formats, prompt, names)
+    make_parser = functools.partial(chat_parser, service.formats, prompt, names)
+    if forced is not None:
+        make_parser = functools.partial(_forced_parser, service.formats, prompt, forced[1])
     return Job(request_id, [ids], [params], count, make_parser, True, body.priority or 0, arrival)

@@ -8,11 +8,13 @@ import dataclasses
 import multiprocessing
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from minisgl.config import EngineConfig, add_engine_flags, add_flags, engine_options
+from minisgl.engine.worker import follow_launcher
 from minisgl.models.registry import resolve_model
 from minisgl.planner import apply_auto
 from minisgl.server import bench_client
@@ -93,12 +95,14 @@ def serve_model(
     on_ready: Callable[[int], None] | None = None,
     watch_experts: bool = False,
 ) -> int:
-    """Serve a model until told to stop. ValueError, with the remedy, for what cannot work; see `launch` for exit codes.
+    """Serve a model until told to stop; a launcher's ranks above 0 serve rank 0 instead. ValueError, with the remedy, for what cannot work; see `launch` for exit codes.
 
     watch_experts: feed the expert map of the page at /; see `ModelEngine`.
     """
     model = engine.model
     folder = str(resolve_model(model.model, model.model_source, model.revision))
+    if follow_launcher(engine, Path(folder)):
+        return 0
     name = model.model.rstrip("/") or folder
     return serve(server, name, ModelEngine(engine, folder, watch_experts), folder, on_ready)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +40,8 @@ class ModelEngine:
         moe = engine.spec.moe
         num_experts = moe.num_experts if moe is not None else 0
         facts = EngineFacts(engine.max_seq_len, engine.vocab_size, engine.spec.num_layers, num_experts)
-        if engine.trace is None:
-            return EngineParts(scheduler, facts)
-        return EngineParts(scheduler, facts, ExpertHeat(engine.trace))
+        parts = EngineParts(scheduler, facts, check=engine.ranks.check, close=engine.close)
+        return parts if engine.trace is None else replace(parts, experts=ExpertHeat(engine.trace))
 
 
 class _LazyGrammars:

@@ -8,6 +8,7 @@ because device state is unknown after it, and the API process then tells every o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import signal
@@ -66,11 +67,16 @@ class SchedulerLike(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the engine process runs. experts: gives the expert map of the moment, None for models without."""
+    """What the engine process runs. experts: gives the expert map of the moment, None for models without.
+
+    check: called at every beat; raises if the engine can't go on though no step is running. close: called once at the end.
+    """
 
     scheduler: SchedulerLike
     facts: EngineFacts
     experts: Callable[[], ExpertMap | None] = lambda: None
+    check: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
 
 
 EngineFactory = Callable[[], EngineParts]
@@ -82,6 +88,7 @@ class EngineLoop:
     def __init__(self, parts: EngineParts, end: EngineEnd, parent_alive: Callable[[], bool] = lambda: True):
         self._scheduler = parts.scheduler
         self._experts = parts.experts
+        self._check = parts.check
         self.facts = parts.facts
         self._end = end
         self._parent_alive = parent_alive
@@ -125,6 +132,7 @@ class EngineLoop:
         if now - self._last_beat < BEAT_SECONDS:
             return
         self._last_beat = now
+        self._check()
         self._end.send(Beat(numbers_of(self._scheduler.stats()), self._experts()))
         self._stopped = self._stopped or not self._parent_alive()
 
@@ -151,10 +159,12 @@ def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
     parent = multiprocessing.parent_process()
     end = EngineEnd(addresses)
     try:
-        loop = EngineLoop(_build(factory), end, parent.is_alive if parent else lambda: True)
-        loop.beat()  # first, so that whoever waits for readiness finds numbers
-        end.send(Ready(loop.facts))
-        loop.run()
+        parts = _build(factory)
+        with contextlib.closing(parts):
+            loop = EngineLoop(parts, end, parent.is_alive if parent else lambda: True)
+            loop.beat()  # first, so that whoever waits for readiness finds numbers
+            end.send(Ready(loop.facts))
+            loop.run()
     except _CannotStart as error:
         end.send(Failed(str(error)))
         raise SystemExit(1) from error

@@ -135,7 +135,7 @@ class EngineEnd:
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PULL)
         self._events = _socket(self._context, zmq.PUSH)
-        self._commands.connect(addresses.commands)
+        self._commands.bind(addresses.commands)
         self._events.connect(addresses.events)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
@@ -161,8 +161,10 @@ class EngineEnd:
 
 
 class ApiEnd:
-    """The API's side: receiving waits in asyncio, sending never waits. Binds the addresses, so it comes
-    first.
+    """The API's side: receiving waits in asyncio, sending never waits.
+
+    Each side binds the pipe that it reads and connects the one that it writes: a connecting socket queues what is sent before
+    the other side is there, a binding one would drop it.
     """
 
     def __init__(self, addresses: Addresses):
@@ -170,18 +172,14 @@ class ApiEnd:
         self._receiving = zmq.asyncio.Context.shadow(self._context)
         self._commands = _socket(self._context, zmq.PUSH)
         self._events = _socket(self._receiving, zmq.PULL)
-        self._commands.bind(addresses.commands)
+        self._commands.connect(addresses.commands)
         self._events.bind(addresses.events)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Event)
 
-    def send(self, command: Command) -> bool:
-        """Queue one command for the engine. False if no engine is connected (it never was, or it died)."""
-        try:
-            self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    def send(self, command: Command) -> None:
+        """Queue one command for the engine, even if it is not there yet."""
+        self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
     async def receive(self) -> Event:
         """The next event."""

@@ -208,6 +208,9 @@ class NullScheduler:
         words = torch.zeros(-(-self.options.vocab_size // 32), dtype=torch.int32)
         constraint.fill_bitmask(words)
         bits = [int(w) & 0xFFFFFFFF for w in words]
+        if all(word == 0xFFFFFFFF for word in bits):
+            assert constraint.accept(wish)
+            return wish
         candidates = (*self.options.preferred, wish, *range(self.options.vocab_size))
         token = next(t for t in candidates if bits[t // 32] >> (t % 32) & 1)
         assert constraint.accept(token)

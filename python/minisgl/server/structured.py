@@ -153,8 +153,7 @@ class GrammarConstraint:
         self._dry = not bool(bitmask_row.any())
         if self._dry:
             for token in self._end_tokens:
-                word, bit = divmod(token, 32)
-                bitmask_row[word] |= (1 << bit) - (1 << 32) * (bit == 31)  # bit 31 is the sign
+                _allow(bitmask_row, token)
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False if the grammar does not allow it."""
@@ -164,6 +163,43 @@ class GrammarConstraint:
         accepted = bool(self._matcher.accept_token(token_id))
         self.terminated = bool(self._matcher.is_terminated())
         return accepted
+
+
+class ThinkFirst:
+    """A constraint that lets the model think freely before it applies; see `Grammar`."""
+
+    def __init__(self, inner: TokenConstraint, think_start: int | None, think_end: int):
+        self._inner = inner
+        self._think_start, self._think_end = think_start, think_end
+        self._state = "free" if think_start is None else "start"  # start, free, bound
+        self.terminated = False
+
+    def fill_bitmask(self, bitmask_row: Any) -> None:
+        """Everything while thinking; the grammar's tokens afterwards; at the start also the token that begins thinking."""
+        if self._state == "free":
+            bitmask_row.fill_(-1)
+            return
+        self._inner.fill_bitmask(bitmask_row)
+        if self._state == "start" and self._think_start is not None:
+            _allow(bitmask_row, self._think_start)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False if neither thinking nor the grammar allows it."""
+        if self._state == "free":
+            self._state = "bound" if token_id == self._think_end else "free"
+            return True
+        if self._state == "start" and token_id == self._think_start:
+            self._state = "free"
+            return True
+        self._state = "bound"
+        accepted = self._inner.accept(token_id)
+        self.terminated = self._inner.terminated
+        return accepted
+
+
+def _allow(bitmask_row: Any, token: int) -> None:
+    word, bit = divmod(token, 32)
+    bitmask_row[word] |= (1 << bit) - (1 << 32) * (bit == 31)  # bit 31 is the sign
 
 
 class GrammarFactory:
@@ -190,7 +226,10 @@ class GrammarFactory:
             compiled = self._compile(grammar)
         except RuntimeError as error:
             raise ValueError(f"the {grammar.kind} is not valid: {_reason(error)}") from error
-        return GrammarConstraint(xgrammar.GrammarMatcher(compiled), frozenset(end_tokens))
+        constraint = GrammarConstraint(xgrammar.GrammarMatcher(compiled), frozenset(end_tokens))
+        if grammar.think_end is None:
+            return constraint
+        return ThinkFirst(constraint, grammar.think_start, grammar.think_end)
 
     def _compile(self, grammar: Grammar) -> Any:
         if grammar.kind == "json_object":

@@ -23,6 +23,7 @@ from minisgl.server.parsers.reasoning import ThinkParser, start_of
 from minisgl.server.parsers.tools import HermesParser, JsonListParser
 
 __all__ = [
+    "ChainParser",
     "Event",
     "Formats",
     "OutputParser",
