@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 
 import torch
 
 from minisgl.config import Decision, EngineConfig, OffloadConfig
 from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
 from minisgl.models.sizes import ModelSizes
-from minisgl.moe.base import ExpertShape
+from minisgl.moe.base import ExpertShape, Slab
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.store import CacheCounters, StagedStore, StoreBytes
+from minisgl.moe.store import CacheCounters, ExpertStore, StagedStore, StoreBytes
 from minisgl.moe.store.copies import Copies, CopyChannel, CudaCopies, DirectCopies
-from minisgl.moe.store.pinned import CudaPinning, HostFacts, HostMemory, pin_budget
+from minisgl.moe.store.pinned import HostFacts, HostMemory, Pinning, pin_budget
+from minisgl.moe.store.streaming import TransientSlots
+
+try:
+    from minisgl.moe.store.device_cache import DeviceStore, Forked
+except ModuleNotFoundError as error:  # Triton is not made for every platform, and the staged store needs none
+    if error.name != "triton":
+        raise
+    DeviceStore = Forked = None
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +81,8 @@ def _slots_that_fit(config: EngineConfig, sizes: ModelSizes, budget: int) -> int
         getattr(torch, config.model.dtype),
         kernel.moe_quantization_group_size,
     )
+    if config.offload.moe_offload_mode != "staged":
+        others += record * num_transient_slots(config.offload.moe_expert_offload_wave_size, sizes.num_experts)
     slot = record * sizes.num_sparse
     slots = min((budget - others) // slot, sizes.num_experts)
     if slots < 1:
@@ -86,15 +97,40 @@ def _slots_that_fit(config: EngineConfig, sizes: ModelSizes, budget: int) -> int
     return slots
 
 
+def num_transient_slots(wave_size: int, num_experts: int) -> int:
+    """Slots through which a prompt's experts stream: enough for the link to be busy while a layer routes and computes."""
+    return min(4 * wave_size, num_experts)
+
+
 def pages_for(num_tokens: int, page_size: int) -> int:
     """KV pages that hold so many tokens, with the dummy page."""
     return -(-num_tokens // page_size) + 1
 
 
-class ExpertOffload:
-    """What the stores of one engine share. decisions: what was pinned, and why not all.
+def choose_mode(asked: str, on_cuda: bool, refusal: str) -> tuple[str, list[Decision]]:
+    """ "device" or "staged", and why. refusal: why not every expert is pinned or kernels can't be had, "" if all is well.
 
-    Raises ValueError if the host can't hold the experts.
+    Raises ValueError where "device" was asked for and cannot be.
+    """
+    if asked == "staged":
+        return "staged", []
+    if not on_cuda:
+        if asked == "device":
+            raise ValueError("--moe-offload-mode device: there is no CUDA device; use staged or auto")
+        return "staged", []
+    if refusal and asked == "device":
+        raise ValueError(f"--moe-offload-mode device: {refusal}; use auto or staged")
+    if refusal:
+        return "staged", [Decision("--moe-offload-mode", "staged", refusal)]
+    return "device", [Decision("--moe-offload-mode", "device", "every expert is in pinned memory")] * (
+        asked == "auto"
+    )
+
+
+class ExpertOffload:
+    """What the stores of one engine share. mode: "device" or "staged"; decisions: why, and what was pinned.
+
+    Raises ValueError if the host can't hold the experts, or not in the mode that was asked for.
     """
 
     def __init__(
@@ -104,54 +140,88 @@ class ExpertOffload:
         record_bytes: int,
         device: torch.device,
         facts: HostFacts,
+        pinning: Pinning | None = None,
     ) -> None:
-        """config: with a number of slots (`size_cache`). record_bytes: of one expert. facts: of the host."""
+        """config: with a number of slots (`size_cache`). record_bytes: of one expert. facts: of the host. pinning: None pins
+        nothing.
+        """
         assert config.num_slots is not None
         self.num_slots, self.device = config.num_slots, device
-        self.decisions: list[Decision] = []
-        self._wave_size, self._num_experts, self._record_bytes = (
-            config.moe_expert_offload_wave_size,
-            sizes.num_experts,
-            record_bytes,
-        )
+        self._sizes, self._record_bytes = sizes, record_bytes
+        self._wave_size = config.moe_expert_offload_wave_size
         wanted = record_bytes * sizes.num_experts * sizes.num_sparse
         if wanted > facts.available:
             raise ValueError(
                 f"--moe-expert-offload: the experts take {wanted / GIB:.1f} GiB of host memory and "
                 f"{facts.available / GIB:.1f} GiB are available; quantize with --moe-expert-quantization, or free some"
             )
-        self._channel: CopyChannel | None = None
-        self._memory = HostMemory()
-        self._pinned_a_layer = 0
-        if device.type == "cuda":
-            self._pin(wanted, facts, sizes.num_sparse)
-
-    def _pin(self, wanted: int, facts: HostFacts, num_layers: int) -> None:
-        """Set up pinning and the copy stream. Layers share the budget evenly; the ring gets its part first."""
         budget, reason = pin_budget(wanted, facts)
-        ring = min(2 * self._wave_size, self.num_slots)
-        self._memory = HostMemory(CudaPinning(), budget)
-        self._channel = CopyChannel(self.device, self._memory, ring, self._record_bytes)
-        self._pinned_a_layer = self._memory.budget // num_layers // self._record_bytes
-        if reason:
-            share = self._pinned_a_layer / self._num_experts
-            self.decisions.append(Decision("--moe-expert-offload", f"{share:.0%} pinned", reason))
-
-    def store(self, shape: ExpertShape, weight_format: ExpertFormat) -> StagedStore:
-        """The store of one more layer."""
-        host = self._memory.allocate(self._num_experts, self._record_bytes, self._pinned_a_layer)
-        if self._memory.refusal and not any(d.reason == self._memory.refusal for d in self.decisions):
-            self.decisions.append(Decision("--moe-expert-offload", "partly pinned", self._memory.refusal))
-        return StagedStore(
-            host, shape, weight_format, self.num_slots, self.device, self._copies, self._wave_size
+        self._memory = HostMemory(pinning, budget)
+        on_cuda = device.type == "cuda"
+        self._channel: CopyChannel | None = None
+        if on_cuda:
+            ring = (
+                min(2 * self._wave_size, self.num_slots)
+                if reason or config.moe_offload_mode == "staged"
+                else 0
+            )
+            self._channel = CopyChannel(device, self._memory, ring, record_bytes)
+        share = self._memory.budget // sizes.num_sparse // record_bytes  # layers share the budget evenly
+        self._hosts = deque(
+            self._memory.allocate(sizes.num_experts, record_bytes, share) for _ in range(sizes.num_sparse)
         )
+        pinned = sum(host.num_pinned for host in self._hosts)
+        everything = sizes.num_experts * sizes.num_sparse
+        refusal = self._memory.refusal or reason if pinned < everything else ""
+        if DeviceStore is None:
+            refusal = "it needs Triton, which isn't installed"
+        self.mode, self.decisions = choose_mode(config.moe_offload_mode, on_cuda, refusal)
+        if on_cuda and pinned < everything:
+            self.decisions.append(
+                Decision("--moe-expert-offload", f"{pinned / everything:.0%} pinned", refusal)
+            )
+        self._overlap = Forked(device) if self.mode == "device" and Forked is not None else None
+        self._transient: TransientSlots | None = None
+        self._previous: ExpertStore | None = None
+
+    def store(self, shape: ExpertShape, weight_format: ExpertFormat) -> ExpertStore:
+        """The store of one more layer, in the order of layers."""
+        host = self._hosts.popleft()
+        if self.mode == "staged" or DeviceStore is None:
+            return StagedStore(
+                host, shape, weight_format, self.num_slots, self.device, self._copies, self._wave_size
+            )
+        store = DeviceStore(
+            host,
+            shape,
+            weight_format,
+            self.num_slots,
+            self._sizes.top_k,
+            self.device,
+            self._transient_slots,
+            self._overlap,
+        )
+        if isinstance(self._previous, DeviceStore):
+            self._previous.following = store
+        self._previous = store
+        return store
 
     def _copies(self, slab_SB: torch.Tensor) -> Copies:
         return DirectCopies(slab_SB) if self._channel is None else CudaCopies(self._channel, slab_SB)
 
+    def _transient_slots(self, template: Slab) -> TransientSlots:
+        """Those of all layers."""
+        if self._transient is None:
+            num_slots = num_transient_slots(self._wave_size, self._sizes.num_experts)
+            self._transient = TransientSlots(template, num_slots, self._copies)
+        return self._transient
+
     def bytes(self) -> StoreBytes:
-        """What no single store owns: the ring."""
-        return StoreBytes(pinned=self._channel.num_bytes if self._channel is not None else 0)
+        """What no single store owns: transient slots and the ring."""
+        return StoreBytes(
+            device=self._transient.slab.records_SB.nbytes if self._transient is not None else 0,
+            pinned=self._channel.num_bytes if self._channel is not None else 0,
+        )
 
     def close(self) -> None:
         """Wait for what is under way and unpin all host memory. No step may follow."""

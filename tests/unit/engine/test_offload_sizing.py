@@ -9,7 +9,14 @@ import torch
 
 from minisgl.config import EngineConfig, Facts, OffloadConfig, resolve
 from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
-from minisgl.engine.offload import ExpertOffload, cache_report, pages_for, size_cache
+from minisgl.engine.offload import (
+    ExpertOffload,
+    cache_report,
+    choose_mode,
+    num_transient_slots,
+    pages_for,
+    size_cache,
+)
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store import CacheCounters
@@ -34,7 +41,8 @@ def test_auto_fills_what_memory_leaves() -> None:
     assert 44 <= slots <= 60
     ledger = predict_ledger(SIZES, setup_of(sized, pages_for(32_768, 16)))
     record = SIZES.record_bytes("int4", torch.bfloat16)
-    assert 0 <= 12 * GIB - ledger.on("device") < record * SIZES.num_sparse, "one more slot would not fit"
+    spare = 12 * GIB - ledger.on("device") - record * num_transient_slots(8, 128)
+    assert 0 <= spare < record * SIZES.num_sparse, "one more slot would not fit"
     assert ledger.line("experts") == slots * record * 48
     assert ledger.line("experts on the host") == 128 * record * 48
     assert decisions[0].value == str(slots)
@@ -71,6 +79,63 @@ def test_a_host_that_is_too_small_is_refused() -> None:
     facts = HostFacts(total=16 * GIB, available=10 * GIB)
     with pytest.raises(ValueError, match=r"14\.4 GiB .* 10\.0 GiB .* quantize"):
         ExpertOffload(config, SIZES, 2_516_582, torch.device("cpu"), facts)
+
+
+class CountingPinning:
+    """Pretends to pin, up to a limit."""
+
+    def __init__(self, limit: int = 1 << 40) -> None:
+        self.limit, self.pinned = limit, {}
+
+    def pin(self, address: int, num_bytes: int) -> str | None:
+        if sum(self.pinned.values()) + num_bytes > self.limit:
+            return "CUDA_ERROR_OUT_OF_MEMORY"
+        self.pinned[address] = num_bytes
+        return None
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+TINY = dataclasses.replace(SIZES, num_sparse=3, num_experts=8)
+ROOMY = HostFacts(total=64 * GIB, available=60 * GIB)
+
+
+def offload(mode: str = "auto", pinning: CountingPinning | None = None) -> ExpertOffload:
+    config = OffloadConfig(moe_expert_offload=True, moe_expert_cache_size="4", moe_offload_mode=mode)
+    return ExpertOffload(config, TINY, 4096, torch.device("cpu"), ROOMY, pinning)
+
+
+def test_host_memory_is_pinned_once_and_given_back() -> None:
+    pinning = CountingPinning()
+    shared = offload(pinning=pinning)
+    assert sum(pinning.pinned.values()) == 3 * 8 * 4096, "every record once"
+    shared.close()
+    assert pinning.pinned == {}
+    assert offload().decisions == [], "nothing to tell on a CPU"
+
+
+def test_layers_share_what_may_be_pinned() -> None:
+    half = HostFacts(total=64 * GIB, available=2 * GIB + 3 * 8 * 2048)
+    config = OffloadConfig(moe_expert_offload=True, moe_expert_cache_size="4")
+    pinning = CountingPinning()
+    shared = ExpertOffload(config, TINY, 4096, torch.device("cpu"), half, pinning)
+    assert list(pinning.pinned.values()) == [4 * 4096] * 3
+    shared.close()
+
+
+def test_mode() -> None:
+    assert choose_mode("auto", True, "")[0] == "device"
+    assert choose_mode("staged", True, "") == ("staged", [])
+    assert choose_mode("auto", False, "no pinning") == ("staged", [])
+    mode, decisions = choose_mode("auto", True, "WSL2 pins half")
+    assert (mode, decisions[0].reason) == ("staged", "WSL2 pins half")
+    with pytest.raises(ValueError, match="no CUDA device; use staged or auto"):
+        choose_mode("device", False, "")
+    with pytest.raises(ValueError, match="WSL2 pins half; use auto or staged"):
+        choose_mode("device", True, "WSL2 pins half")
+    with pytest.raises(ValueError, match="no CUDA device"):
+        offload("device")
 
 
 def test_report() -> None:
