@@ -180,7 +180,7 @@ class ExpertOffload:
             self.decisions.append(
                 Decision("--moe-expert-offload", f"{pinned / everything:.0%} pinned", refusal)
             )
-        self._overlap = Forked(device) if self.mode == "device" and Forked is not None else None
+        self._overlap = Forked(device) if self.mode == "device" and on_cuda and Forked is not None else None
         self._transient: TransientSlots | None = None
         self._previous: ExpertStore | None = None
 

@@ -60,13 +60,10 @@ def spilled_bytes(kernel: Any, folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_experts", "num_slots"), [(128, 49), (512, 256)])
-def test_place_compiles_for_large_layers(kernels, num_experts: int, num_slots: int, tmp_path: Path) -> None:
-    plan = DevicePlan(num_experts, num_slots, torch.device("cpu"))
-    for num_tokens in (1, 64):
-        ids_TK = torch.zeros((num_tokens, 8), dtype=torch.int32)
-        plan.place(ids_TK, first=True)
-        plan.place(ids_TK, first=False)
+def test_place_compiles_for_large_layers(kernels, tmp_path: Path) -> None:
+    plan, ids_TK = DevicePlan(512, 256, torch.device("cpu")), torch.zeros((64, 8), dtype=torch.int32)
+    plan.place(ids_TK, first=True)
+    plan.place(ids_TK, first=False)
     assert all(spilled_bytes(kernel, tmp_path) <= 8 for kernel in kernels["place_kernel"])
     assert max(kernel.metadata.shared for kernel in kernels["place_kernel"]) <= 48 * 1024
 
