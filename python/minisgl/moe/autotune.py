@@ -24,7 +24,7 @@ import torch
 import triton
 
 from minisgl.moe.base import Placement, Problem
-from minisgl.moe.kernels import launch
+from minisgl.moe.kernels import launch, launch_direct
 from minisgl.moe.select import (
     PACKED_FORMATS,
     Choice,
@@ -59,13 +59,16 @@ def problem_key(problem: Problem) -> str:
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-def grouped_shared_bytes(problem: Problem, tiles: Tiles, block_m: int, num_weights: int) -> int:
-    """Shared memory of the pipelined operands; num_weights is 2 for gate_up (gate and up), 1 for down."""
+def grouped_shared_bytes(problem: Problem, tiles: Tiles, block_m: int, halves: int) -> int:
+    """Shared memory of the pipelined operands; halves is 2 for gate_up (gate and up), 1 for down."""
     weight = BYTES_PER_WEIGHT.get(problem.format, 1)
     x = 1 if problem.format in FP8_FORMATS else problem.dtype.itemsize
-    stage = tiles.block_k * (block_m * x + num_weights * tiles.block_n * weight)
-    widened = 0 if weight == x or tiles.swap else num_weights * tiles.block_n * tiles.block_k * x
-    return int(stage * tiles.num_stages + widened)
+    rows = halves * tiles.block_n
+    stage = tiles.block_k * (block_m * x + rows * weight)
+    in_registers = (
+        weight == x or tiles.swap or block_m < 64
+    )  # else converted weights go back to shared memory
+    return int(stage * tiles.num_stages + (0 if in_registers else rows * tiles.block_k * x))
 
 
 def _block_ks(problem: Problem, size: int) -> list[int]:
@@ -76,30 +79,49 @@ def _block_ks(problem: Problem, size: int) -> list[int]:
 def grouped_tiles(problem: Problem, limits: DeviceLimits, block_m: int, gemm: str) -> Iterator[Tiles]:
     """Candidates for one GEMM: enough bytes in flight to hide memory, few enough registers not to spill."""
     size = problem.shape.model_dim if gemm == "gate_up" else problem.shape.hidden_dim
-    num_weights = 2 if gemm == "gate_up" else 1
-    tma = limits.capability >= (9, 0)
-    small = block_m <= 32
-    for block_n in (32, 64, 128) if gemm == "gate_up" else (64, 128, 256):
+    halves = 2 if gemm == "gate_up" else 1
+    small, tma = block_m <= 32, limits.capability >= (9, 0)
+    for rows in (64, 128, 256):
         for block_k in _block_ks(problem, size):
-            warps = [4] if small or block_m * block_n * num_weights <= 64 * 128 else [4, 8]
-            for num_warps in warps:
-                if num_weights * block_m * block_n // (32 * num_warps) > 160:
+            for num_warps in (4,) if small or block_m * rows <= 64 * 128 else (4, 8):
+                if not block_m * rows // (32 * num_warps) <= 128:
                     continue
                 for stages in (2, 3, 4, 5):
-                    for swap in (False, True) if block_m <= 64 and block_n >= 64 else (False,):
-                        tiles = Tiles(block_n, block_k, num_warps, stages, 1 if small else 8, swap, tma)
-                        used = grouped_shared_bytes(problem, tiles, block_m, num_weights)
-                        if 24 * 1024 <= used <= limits.shared_bytes - 1024:
+                    for swap in (False, True):
+                        group_m = 1 if small else 8
+                        tiles = Tiles(rows // halves, block_k, num_warps, stages, group_m, swap, tma)
+                        used = grouped_shared_bytes(problem, tiles, block_m, halves)
+                        if 20 * 1024 <= used <= limits.shared_bytes - 1024:
                             yield tiles
-                            if tma and (not small or swap):
+                            if tma:
                                 yield replace(tiles, tma=False)
 
 
-def direct_tiles(problem: Problem, gemm: str) -> Iterator[Tiles]:
-    """Candidates of the direct kernels; the tile of down is multiplied by the number of experts a token has."""
+def direct_tiles(problem: Problem, limits: DeviceLimits, gemm: str) -> Iterator[Tiles]:
+    """Candidates of the direct kernels, on the ordinary cores and (formats that need converting) on the tensor cores."""
+    if problem.format in (*PACKED_FORMATS, "int8"):
+        yield from _wide_tiles(problem, limits, gemm)
+    if problem.format not in PACKED_FORMATS:
+        yield from _plain_direct_tiles(problem, gemm)
+
+
+def _wide_tiles(problem: Problem, limits: DeviceLimits, gemm: str) -> Iterator[Tiles]:
     size = problem.shape.model_dim if gemm == "gate_up" else problem.shape.hidden_dim
-    packed = problem.format in PACKED_FORMATS
-    per_weight = 1 / 8 if packed else 1
+    halves = 2 if gemm == "gate_up" else 1
+    for rows in (16, 32, 64, 128):
+        for block_k in _block_ks(problem, size):
+            for num_warps in (1, 2, 4):
+                if not 8 <= rows // num_warps <= 64:
+                    continue
+                for stages in (3, 5):
+                    tiles = Tiles(rows // halves, block_k, num_warps, stages, wide=True)
+                    yield tiles
+                    if limits.capability >= (9, 0):
+                        yield replace(tiles, tma=True)
+
+
+def _plain_direct_tiles(problem: Problem, gemm: str) -> Iterator[Tiles]:
+    size = problem.shape.model_dim if gemm == "gate_up" else problem.shape.hidden_dim
     widths = [128] if problem.format == "fp8_block" else [128, 256, 512, 1024, 2048]
     for block_k in widths:
         if block_k > next_power_of_two(size):
@@ -108,13 +130,16 @@ def direct_tiles(problem: Problem, gemm: str) -> Iterator[Tiles]:
             for num_warps in (1, 2, 4, 8):
                 lanes = 32 * num_warps
                 if gemm == "gate_up":
-                    held = 2 * block_n * block_k * per_weight / lanes
-                else:
-                    held = next_power_of_two(problem.top_k) * block_n * block_k * per_weight / lanes
-                if not (8 if packed else 16) <= held <= (48 if packed else 96):
+                    if 16 <= 2 * block_n * block_k / lanes <= 64:
+                        yield Tiles(block_n, block_k, num_warps, 1)
+                        yield Tiles(block_n, block_k, num_warps, 3)
                     continue
-                for stages in (1, 3) if gemm == "gate_up" and block_k < size else (1,):
-                    yield Tiles(block_n, block_k, num_warps, stages)
+                held = next_power_of_two(problem.top_k) * block_n * block_k / lanes
+                steps = -(-size // block_k)
+                for preload in sorted({1, min(3, steps), min(6, steps)}):
+                    bytes_held = held * preload * BYTES_PER_WEIGHT.get(problem.format, 1)
+                    if 8 <= held <= 64 and bytes_held <= 512:
+                        yield Tiles(block_n, block_k, num_warps, 1, preload=preload)
 
 
 def block_m_candidates(problem: Problem) -> list[int]:
@@ -137,7 +162,7 @@ def candidates(
     """(kernel, block_m, tiles of gate_up, tiles of down) to measure, at most `most` tiles of each."""
     found = []
     if problem.num_tokens <= min(16, DIRECT_MAX_TOKENS):
-        ups, downs = (spread(direct_tiles(problem, gemm), most) for gemm in ("gate_up", "down"))
+        ups, downs = (spread(direct_tiles(problem, limits, gemm), most) for gemm in ("gate_up", "down"))
         found.append(("direct", 1, ups, downs))
     for block_m in block_m_candidates(problem):
         ups, downs = (
@@ -165,7 +190,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, repeats: int = 7) -> None:
         self.repeats = repeats
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._flush = torch.zeros(FLUSH_BYTES // 4, device=device)
 
     def time(self, call: Callable[[], object]) -> float:
         call()  # compiles and loads, which can't happen while capturing
@@ -176,7 +201,7 @@ class Stopwatch:
         times = []
         for _ in range(self.repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
+            self._flush.amax()  # read, not written: dirty lines would be written back while we measure
             start.record()
             graph.replay()
             end.record()
@@ -199,9 +224,14 @@ class Tuner:
     """Measures candidates for a case and keeps what won in `records`."""
 
     def __init__(
-        self, limits: DeviceLimits, records: Records, log: Callable[[str], None] | None = None
+        self,
+        limits: DeviceLimits,
+        records: Records,
+        log: Callable[[str], None] | None = None,
+        most: int = 32,
     ) -> None:
-        self.limits, self.records, self.log = limits, records, log or (lambda line: None)
+        self.limits, self.records, self.most = limits, records, most
+        self.log = log or (lambda line: None)
 
     def wants(self, problem: Problem, slots_TK: torch.Tensor) -> bool:
         """Whether this bucket has not been measured yet, and may be: never while a graph is being captured."""
@@ -260,41 +290,43 @@ class Tuner:
 
 
 def prepare(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
-    """What must have run before a single GEMM: alignment, and for fp8 the codes of x."""
-    problem, buffers = case.problem, workspace.claim(case.problem)
+    """What must have run before a single GEMM: alignment, which also makes the rows of x ready."""
     if choice.kernel == "grouped":
-        launch.align(case.placement.slots_TK, problem.num_slots, choice.block_m, True, buffers)
-        if problem.format in FP8_FORMATS:
-            launch.quantize_rows(
-                case.x_TD, buffers.x_codes_TD, buffers.x_scale_T, problem.num_tokens, buffers, 0
-            )
+        buffers = workspace.claim(case.problem)
+        slots_TK, num_slots = case.placement.slots_TK, case.placement.slab.num_slots
+        launch.align(case.x_TD, slots_TK, num_slots, case.problem, choice.block_m, True, buffers)
 
 
 def run_gemm(case: TuningCase, choice: Choice, workspace: Workspace, gemm: str) -> None:
     problem, slab, buffers = case.problem, case.placement.slab, workspace.claim(case.problem)
-    num_routes = problem.num_tokens * problem.top_k
+    num_routes, model_dim = problem.num_tokens * problem.top_k, problem.shape.model_dim
     if choice.kernel == "direct" and gemm == "gate_up":
-        launch.direct_gate_up(case.x_TD, case.placement, problem, choice.gate_up, True, buffers)
+        launch_direct.direct_gate_up(case.x_TD, case.placement, problem, choice.gate_up, True, buffers)
+    elif choice.kernel == "direct" and choice.down.wide:
+        rows_RD = buffers.rows_RD(num_routes, model_dim, torch.float32)
+        launch_direct.wide_down(rows_RD, case.placement, problem, choice.down, buffers)
+        launch.reduce(rows_RD, case.weights_TK, buffers, torch.empty_like(case.x_TD))
     elif choice.kernel == "direct":
         y_TD = torch.empty_like(case.x_TD)
-        launch.direct_down(y_TD, case.placement, case.weights_TK, problem, choice.down, buffers, True)
+        launch_direct.direct_down(y_TD, case.placement, case.weights_TK, problem, choice.down, buffers, True)
     elif gemm == "gate_up":
         launch.gate_up(case.x_TD, slab, problem, choice, num_routes, buffers)
     else:
-        rows_RD = buffers.rows_RD(num_routes, problem.shape.model_dim, problem.dtype)
+        rows_RD = buffers.rows_RD(num_routes, model_dim, problem.dtype)
         launch.down(rows_RD, slab, problem, choice, num_routes, buffers)
 
 
 def run_step(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
-    """All kernels of a step in their order; fp8 rows quantized before down, too."""
-    problem, slab, buffers = case.problem, case.placement.slab, workspace.claim(case.problem)
+    """All kernels of a step in their order."""
+    problem, buffers = case.problem, workspace.claim(case.problem)
+    num_routes = problem.num_tokens * problem.top_k
     prepare(case, choice, workspace)
     run_gemm(case, choice, workspace, "gate_up")
-    if choice.kernel == "grouped" and problem.format in FP8_FORMATS:
-        launch.quantize_activated(slab, problem, choice, buffers)
+    codes = problem.format in FP8_FORMATS and not launch.codes_in_down(problem, choice.block_m, case.x_TD)
+    if choice.kernel == "grouped" and codes:
+        launch.quantize_activated(problem, choice.block_m, num_routes, buffers)
     run_gemm(case, choice, workspace, "down")
     if choice.kernel == "grouped":
-        num_routes = problem.num_tokens * problem.top_k
         rows_RD = buffers.rows_RD(num_routes, problem.shape.model_dim, problem.dtype)
         launch.reduce(rows_RD, case.weights_TK, buffers, torch.empty_like(case.x_TD))
 

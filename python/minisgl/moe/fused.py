@@ -13,14 +13,14 @@ up in registers, in the order and rounding of the reduce.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
 
 from minisgl.moe.backend import PlainForward
-from minisgl.moe.base import Placement, Problem, Routing, RoutingRule, apply_rule
-from minisgl.moe.kernels import launch
-from minisgl.moe.kernels.align import align_kernel
+from minisgl.moe.base import ExpertShape, Placement, Problem, Routing, RoutingRule, apply_rule
+from minisgl.moe.kernels import launch, launch_direct
 from minisgl.moe.select import (
     PACKED_FORMATS,
     Choice,
@@ -29,7 +29,7 @@ from minisgl.moe.select import (
     Threshold,
     select,
 )
-from minisgl.moe.workspace import FP8_FORMATS, Buffers, Workspace, max_blocks, next_power_of_two
+from minisgl.moe.workspace import FP8_FORMATS, Buffers, Workspace, max_blocks
 
 NATIVE_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNEL_FORMATS = (*NATIVE_FORMATS, *FP8_FORMATS, *PACKED_FORMATS, "int8")
@@ -81,6 +81,8 @@ class FusedMoeBackend(PlainForward):
             major, minor = torch.cuda.get_device_capability(device)
             if (major, minor) < (8, 9):
                 return f"fp8 needs compute capability 8.9, this device has {major}.{minor}: use int8"
+        if problem.format == "int8" and (problem.shape.model_dim % 2 or problem.shape.hidden_dim % 2):
+            return "int8 needs even dimensions, because two codes are read at a time"
         if problem.format == "int4" and problem.group_size not in (0, 32, 64, 128):
             return f"int4 groups of {problem.group_size} have no kernel: use 32, 64 or 128"
         return None
@@ -147,27 +149,30 @@ class FusedStep:
 
     def _run_direct(self, placement: Placement, only_wave: bool) -> None:
         problem, choice, buffers = self.problem, self.choice, self.buffers
-        launch.direct_gate_up(self.x_TD, placement, problem, choice.gate_up, self.num_waves == 0, buffers)
+        launch_direct.direct_gate_up(
+            self.x_TD, placement, problem, choice.gate_up, self.num_waves == 0, buffers
+        )
+        if choice.down.wide:
+            launch_direct.wide_down(self.rows_RD, placement, problem, choice.down, buffers)
+            return
         out = self.y_TD if only_wave else self.rows_RD
-        launch.direct_down(out, placement, self.weights_TK, problem, choice.down, buffers, only_wave)
+        launch_direct.direct_down(out, placement, self.weights_TK, problem, choice.down, buffers, only_wave)
         self.finished = only_wave
 
     def _run_grouped(self, placement: Placement, only_wave: bool) -> None:
         problem, choice, buffers, slab = self.problem, self.choice, self.buffers, placement.slab
-        buffers.check_room(self.num_routes, slab.num_slots, choice.block_m)
-        launch.align(placement.slots_TK, slab.num_slots, choice.block_m, self.num_waves == 0, buffers)
-        fp8, interpreted = problem.format in FP8_FORMATS, not self.x_TD.is_cuda
-        if fp8 and self.num_waves == 0 and interpreted:
-            _quantize_interpreted(self.x_TD, buffers.x_codes_TD, buffers.x_scale_T)
-        elif fp8 and self.num_waves == 0:
-            launch.quantize_rows(
-                self.x_TD, buffers.x_codes_TD, buffers.x_scale_T, problem.num_tokens, buffers, 0
-            )
+        block_m, first_wave = choice.block_m, self.num_waves == 0
+        buffers.check_room(self.num_routes, problem.num_slots, block_m)
+        launch.align(self.x_TD, placement.slots_TK, slab.num_slots, problem, block_m, first_wave, buffers)
+        interpreted = launch.interpreted_fp8(problem, self.x_TD)
+        if interpreted and first_wave:
+            codes = buffers.x_ready(self.x_TD, problem.format)
+            _quantize_interpreted(self.x_TD, codes, buffers.x_scale_T)
         launch.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
-        if fp8 and interpreted:
+        if interpreted:
             _quantize_interpreted(buffers.activated_PF, buffers.activated_codes_PF, buffers.activated_scale_P)
-        elif fp8:
-            launch.quantize_activated(slab, problem, choice, buffers)
+        elif problem.format in FP8_FORMATS and not launch.codes_in_down(problem, block_m, self.x_TD):
+            launch.quantize_activated(problem, block_m, self.num_routes, buffers)
         launch.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
 
     def finish(self) -> torch.Tensor:
@@ -210,27 +215,14 @@ def moe_align_block_size(
         )
     if not ids_R.numel() or not (ids_R.is_cuda or interpreting()):
         return align_torch(ids_R, block_m, num_experts)
-    blocks = max_blocks(ids_R.numel(), num_experts, block_m)
-    sorted_ids = torch.empty(blocks * block_m, dtype=torch.int32, device=ids_R.device)
-    expert_ids = torch.empty(blocks, dtype=torch.int32, device=ids_R.device)
-    count = torch.empty(1, dtype=torch.int32, device=ids_R.device)
-    served = torch.empty(ids_R.numel(), dtype=torch.int8, device=ids_R.device)
-    align_kernel[(num_experts,)](
-        ids_R,
-        sorted_ids,
-        expert_ids,
-        count,
-        served,
-        ids_R.numel(),
-        num_experts,
-        FIRST_WAVE=True,
-        BLOCK_M=block_m,
-        BINS=max(next_power_of_two(num_experts + 1), 32),
-        CHUNK=min(next_power_of_two(max(ids_R.numel(), 32)), 2048),
-        PDL=False,
-    )
-    used = int(count)
-    return sorted_ids[: used * block_m], expert_ids[:used]
+    shape = ExpertShape(model_dim=1, hidden_dim=1)
+    problem = Problem(ids_R.numel(), 1, num_experts, shape, "fp32", torch.float32)
+    buffers = Workspace(ids_R.device).claim(problem)
+    positions = max_blocks(ids_R.numel(), num_experts, block_m) * block_m
+    buffers = replace(buffers, sorted_R=ids_R.new_empty(positions), block_slots=ids_R.new_empty(positions))
+    launch.align(torch.empty(0, 1, device=ids_R.device), ids_R, num_experts, problem, block_m, True, buffers)
+    used = int(buffers.num_blocks)
+    return buffers.sorted_R[: used * block_m], buffers.block_slots[:used]
 
 
 def align_torch(ids_R: torch.Tensor, block_m: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,11 @@ Threshold = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Launch options of one GEMM. block_k counts weights along K; group_m, swap and tma concern grouped only."""
+    """Launch options of one GEMM.
+
+    block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
+    kernel multiplies on the tensor cores. preload: K steps that the direct down kernel asks for ahead.
+    """
 
     block_n: int
     block_k: int
@@ -31,6 +35,8 @@ class Tiles:
     group_m: int = 1
     swap: bool = False
     tma: bool = False
+    wide: bool = False
+    preload: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,11 +114,11 @@ def direct_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
     """Tiles of the direct kernels: about 16 KB of weights a program in flight."""
     model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
     if limits.name == "interpreter":
-        wide = Tiles(64, 128, 4)
-        return Choice("direct", 1, wide, wide)
+        tiles = Tiles(64, 128, 4, wide=problem.format in PACKED_FORMATS)
+        return Choice("direct", 1, tiles, tiles)
     if problem.format in PACKED_FORMATS:
-        up = Tiles(8, min(2048, _fit(model_dim, 2048)), 4)
-        down = Tiles(4, min(1024, _fit(hidden_dim, 1024)), 4)
+        block_k = max(32, min(128, problem.group_size or 128)) if model_dim % 128 or hidden_dim % 128 else 128
+        up, down = Tiles(32, block_k, 4, 4, wide=True), Tiles(64, block_k, 4, 4, wide=True)
     elif problem.format == "fp8_block":
         up, down = Tiles(16, 128, 4, 3), Tiles(8, 128, 4)
     else:

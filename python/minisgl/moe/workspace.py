@@ -16,6 +16,7 @@ from minisgl.moe.base import Problem
 ALIGNMENT = 256  # bytes, of every buffer in the arena
 MIN_BLOCK_M, MAX_BLOCK_M = 16, 128
 DIRECT_MAX_TOKENS = 64  # up to here a direct kernel may be chosen, whose rows are float32
+ALIGN_CHUNK = 256  # routes that one program of the two-launch alignment counts and places
 FP8_FORMATS = ("fp8", "fp8_block")
 
 
@@ -34,6 +35,15 @@ def max_blocks(num_routes: int, num_slots: int, block_m: int) -> int:
     return runs + (num_routes - runs) // block_m
 
 
+def num_bins(num_slots: int) -> int:
+    """Bins of a histogram of slots: a power of two, with at least one left for routes that are not here."""
+    return max(next_power_of_two(num_slots + 1), 32)
+
+
+def num_chunks(num_routes: int) -> int:
+    return max(-(-num_routes // ALIGN_CHUNK), 1)
+
+
 @dataclass(frozen=True)
 class Buffers:
     """What one step writes. R routes, P positions in sorted order (padding included)."""
@@ -44,13 +54,19 @@ class Buffers:
     served_R: torch.Tensor  # int8
     activated_PF: torch.Tensor
     rows: torch.Tensor  # bytes: [R, D] in the activations' dtype, or float32 for the direct kernel
-    x_codes_TD: torch.Tensor  # fp8 formats only, else empty, as the three below
-    x_scale_T: torch.Tensor
+    counts_CB: torch.Tensor  # int32: routes of each slot in each chunk, flat
+    x_ready_TD: torch.Tensor  # bytes: rows of x as fp8 codes, or with split columns for int8; else empty
+    x_scale_T: torch.Tensor  # fp8 formats only, else empty, as the two below
     activated_codes_PF: torch.Tensor
     activated_scale_P: torch.Tensor
 
     def rows_RD(self, num_routes: int, model_dim: int, dtype: torch.dtype) -> torch.Tensor:
         return self.rows[: num_routes * model_dim * dtype.itemsize].view(dtype).view(num_routes, model_dim)
+
+    def x_ready(self, x_TD: torch.Tensor, format_name: str) -> torch.Tensor:
+        """The buffer for rows of x made ready for a format: fp8 codes, or rows in x's dtype."""
+        dtype = torch.float8_e4m3fn if format_name in FP8_FORMATS else x_TD.dtype
+        return self.x_ready_TD[: x_TD.numel() * dtype.itemsize].view(dtype).view(x_TD.shape)
 
     def check_room(self, num_routes: int, num_slots: int, block_m: int) -> None:
         """BLOCK_M 128 in buffers meant for 64 writes past their end; never again silently."""
@@ -72,8 +88,9 @@ def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
     positions = max(max_blocks(routes, slots, block_m) * block_m for block_m in block_sizes)
     blocks = max(max_blocks(routes, slots, block_m) for block_m in block_sizes)
     row_bytes = 4 if capacity <= DIRECT_MAX_TOKENS else problem.dtype.itemsize
-    model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
     fp8 = int(problem.format in FP8_FORMATS)  # without fp8 there are zero rows of codes
+    ready_bytes = problem.dtype.itemsize if problem.format == "int8" else fp8
+    model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
     return {
         "sorted_R": ((positions,), torch.int32),
         "block_slots": ((blocks,), torch.int32),
@@ -81,7 +98,8 @@ def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
         "served_R": ((routes,), torch.int8),
         "activated_PF": ((positions, hidden_dim), problem.dtype),
         "rows": ((routes * model_dim * row_bytes,), torch.uint8),
-        "x_codes_TD": ((capacity * fp8, model_dim), torch.float8_e4m3fn),
+        "counts_CB": ((num_chunks(routes) * num_bins(slots),), torch.int32),
+        "x_ready_TD": ((capacity * model_dim * ready_bytes,), torch.uint8),
         "x_scale_T": ((capacity * fp8,), torch.float32),
         "activated_codes_PF": ((positions * fp8, hidden_dim), torch.float8_e4m3fn),
         "activated_scale_P": ((positions * fp8,), torch.float32),

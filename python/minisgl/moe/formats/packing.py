@@ -1,17 +1,19 @@
 """Two 4-bit codes a byte, in the order that every 4-bit kernel reads.
 
-Sixteen consecutive bytes hold thirty-two consecutive values along K:
+Sixteen consecutive bytes hold thirty-two consecutive values along K, as eight 16-bit words:
 
-    byte j of the run      low nibble = value j      high nibble = value j + 16        (j = 0 .. 15)
+    word j of the run (j = 0 .. 7)      nibble i of the word, lowest first, = value 8 i + j
 
 Why this order. One 16-byte vector load gives a thread 32 neighbouring weights of one row, which is one whole
-quantization group of the smallest kind (32) and therefore has one scale. Masking the low or the high nibbles
-of a 32-bit word yields codes that are neighbours along K, so they unpack in pairs straight into two packed
-16-bit numbers, and the activations that meet them are two contiguous runs of 16. K has to be a multiple of 32
-and nothing more, so tails (2880, 1408, 704) need no special case. The usual order (value 2j in the low
-nibble, 2j + 1 in the high one) was rejected: there the two halves of a byte meet neighbouring activations,
-and unpacking has to interleave registers. Longer runs were rejected because they would tie the bytes to one
-tile width.
+quantization group of the smallest kind (32) and therefore has one scale. A tile of words is a tile of 16-bit
+numbers, so it travels from shared memory to the tensor cores' registers the way a tile of bf16 does; and two
+neighbouring words in a 32-bit register unpack, nibble by nibble with one mask, straight into pairs of bf16
+that are neighbours along K. The activations that meet nibble i are runs of eight, which is again 16 bytes. K
+has to be a multiple of 32 and nothing more, so tails (2880, 1408, 704) need no special case.
+
+Rejected: the usual order (value 2j low, 2j + 1 high), which has to interleave registers; and nibbles split by
+byte (value j low, j + 16 high in byte j), which was measured first: tiles of bytes reach the tensor cores in
+another order than the activations, and one register move a weight went into putting that right.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import torch
 
 RUN = 32  # values whose codes share 16 bytes
+WORDS = 8  # 16-bit words a run
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -31,8 +34,10 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
             f"4-bit codes must be uint8 with a last dimension divisible by {RUN}, "
             f"got {codes.dtype} of shape {tuple(codes.shape)}"
         )
-    runs = codes.unflatten(-1, (-1, 2, RUN // 2))
-    return (runs[..., 0, :] | (runs[..., 1, :] << 4)).flatten(-2)
+    nibbles = codes.unflatten(-1, (-1, 4, WORDS))  # [..., runs, nibble, word]
+    low = nibbles[..., 0, :] | (nibbles[..., 1, :] << 4)
+    high = nibbles[..., 2, :] | (nibbles[..., 3, :] << 4)
+    return torch.stack((low, high), dim=-1).flatten(-3)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -42,5 +47,5 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
             f"packed codes must be uint8 with a last dimension divisible by {RUN // 2}, "
             f"got {packed.dtype} of shape {tuple(packed.shape)}"
         )
-    runs = packed.unflatten(-1, (-1, RUN // 2))
-    return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(-3)
+    low, high = packed.unflatten(-1, (-1, WORDS, 2)).unbind(-1)
+    return torch.stack((low & 15, low >> 4, high & 15, high >> 4), dim=-2).flatten(-3)

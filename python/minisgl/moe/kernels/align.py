@@ -1,15 +1,49 @@
-"""Routes sorted by slot, each slot's run padded to a multiple of BLOCK_M: one launch, no atomics, no host sync.
+"""Routes sorted by slot, each slot's run padded to a multiple of BLOCK_M: no atomics, no host sync, order fixed.
 
-One program a slot. Each counts the routes of all slots (a histogram: R integers, read from L2), so that it
-knows where its own run begins without waiting for anybody, and then writes its own run in ascending order of
-routes. The usual three launches (count, prefix sum, scatter with atomics) cost more in launches than this
-costs in repeated counting, and their order within a run changes from call to call.
+Few routes, one launch: a program a slot. Each counts the routes of all slots (a histogram: R integers, read
+from L2), so that it knows where its own run begins without waiting for anybody, and then writes its own run
+in ascending order of routes. Repeating the count is cheaper than a launch.
+
+Many routes, two launches: a program a chunk of routes counts it by slot; then each, knowing all counts, places
+its own routes. A route's rank within its chunk is a comparison with the chunk's other routes, all at once.
+
+The usual count, prefix sum and scatter with atomics costs three launches, and its order within a run changes
+from call to call. Rows of x are made ready by the same launch (`rows`): further programs, one a row.
 """
 
 import triton
 import triton.language as tl
 
 from minisgl.moe.kernels.dependent import start_next, wait_for_previous
+from minisgl.moe.kernels.rows import prepare_row
+
+
+@triton.jit
+def _load_slots(slots_R, routes, num_routes):
+    return tl.load(slots_R + routes, mask=routes < num_routes, other=-1)
+
+
+@triton.jit
+def _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE: tl.constexpr):
+    served = (slots >= 0).to(tl.int8)
+    tl.store(served_R + routes, served, mask=(routes < num_routes) & (FIRST_WAVE | (slots >= 0)))
+
+
+@triton.jit
+def _finish_run(
+    sorted_R, block_slots, amax_P, slot, first_block, blocks, count, num_routes, BLOCK_M: tl.constexpr,
+    AMAX: tl.constexpr,
+):  # fmt: skip
+    """Padding of a slot's run, the slot of each of its blocks, and (AMAX) zero for the maxima of its rows."""
+    padding = count + tl.arange(0, BLOCK_M)
+    tl.store(sorted_R + first_block * BLOCK_M + padding, num_routes, mask=padding < blocks * BLOCK_M)
+    for start in range(0, blocks, 32):
+        block = start + tl.arange(0, 32)
+        tl.store(block_slots + first_block + block, slot, mask=block < blocks)
+    if AMAX:
+        for block in range(0, blocks):
+            positions = (first_block + block) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(amax_P + positions, tl.zeros((BLOCK_M,), tl.float32))
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_slots"])
@@ -21,7 +55,15 @@ def align_kernel(
     served_R,  # out int8 [R]: 1 where some wave of this step computes the route
     num_routes,
     num_slots,
+    x_TD,
+    x_ready_TD,  # out
+    x_scale_T,  # out
+    amax_P,  # out float32 (AMAX)
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROW_MODE: tl.constexpr,  # "none", "fp8" or "split"
     FIRST_WAVE: tl.constexpr,
+    AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BINS: tl.constexpr,  # power of two > num_slots; the last bin counts the -1
     CHUNK: tl.constexpr,
@@ -30,33 +72,114 @@ def align_kernel(
     slot = tl.program_id(0)
     wait_for_previous(PDL)
     start_next(PDL)
+    if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
+        if slot >= num_slots:
+            prepare_row(x_TD, x_ready_TD, x_scale_T, slot - num_slots, D, BLOCK_D, ROW_MODE)
+            return
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_routes, CHUNK):
         routes = start + tl.arange(0, CHUNK)
-        slots = tl.load(slots_R + routes, mask=routes < num_routes, other=-1)
+        slots = _load_slots(slots_R, routes, num_routes)
         counts += tl.histogram(tl.where(slots < 0, BINS - 1, slots), BINS)
         if slot == 0:
-            served = (slots >= 0).to(tl.int8)
-            tl.store(served_R + routes, served, mask=(routes < num_routes) & (FIRST_WAVE | (slots >= 0)))
+            _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE)
     blocks = tl.where(bins < num_slots, (counts + BLOCK_M - 1) // BLOCK_M, 0)
-    mine = bins == slot
     first_block = tl.sum(tl.where(bins < slot, blocks, 0), 0)
-    my_blocks = tl.sum(tl.where(mine, blocks, 0), 0)
-    my_routes = tl.sum(tl.where(mine, counts, 0), 0)
+    my_blocks = tl.sum(tl.where(bins == slot, blocks, 0), 0)
+    my_routes = tl.sum(tl.where(bins == slot, counts, 0), 0)
     if slot == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
     if my_routes > 0:
-        out = sorted_R + first_block * BLOCK_M
         done = 0
         for start in range(0, num_routes, CHUNK):
             routes = start + tl.arange(0, CHUNK)
-            hit = tl.load(slots_R + routes, mask=routes < num_routes, other=-1) == slot
+            hit = _load_slots(slots_R, routes, num_routes) == slot
             place = done + tl.cumsum(hit.to(tl.int32), 0) - 1
-            tl.store(out + place, routes, mask=hit)
+            tl.store(sorted_R + first_block * BLOCK_M + place, routes, mask=hit)
             done += tl.sum(hit.to(tl.int32), 0)
-        padding = my_routes + tl.arange(0, BLOCK_M)
-        tl.store(out + padding, num_routes, mask=padding < my_blocks * BLOCK_M)
-        for start in range(0, my_blocks, 32):
-            block = start + tl.arange(0, 32)
-            tl.store(block_slots + first_block + block, slot, mask=block < my_blocks)
+        _finish_run(
+            sorted_R, block_slots, amax_P, slot, first_block, my_blocks, my_routes, num_routes, BLOCK_M, AMAX
+        )
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_chunks"])
+def count_kernel(
+    slots_R,
+    counts_CB,  # out int32 [chunks, BINS]
+    served_R,
+    num_routes,
+    num_chunks,
+    x_TD,
+    x_ready_TD,
+    x_scale_T,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROW_MODE: tl.constexpr,
+    FIRST_WAVE: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    wait_for_previous(PDL)
+    start_next(PDL)
+    if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
+        if chunk >= num_chunks:
+            prepare_row(x_TD, x_ready_TD, x_scale_T, chunk - num_chunks, D, BLOCK_D, ROW_MODE)
+            return
+    routes = chunk * CHUNK + tl.arange(0, CHUNK)
+    slots = _load_slots(slots_R, routes, num_routes)
+    counts = tl.histogram(tl.where(slots < 0, BINS - 1, slots), BINS)
+    tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), counts)
+    _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE)
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_slots", "num_chunks"])
+def place_kernel(
+    slots_R,
+    counts_CB,
+    sorted_R,
+    block_slots,
+    num_blocks,
+    amax_P,
+    num_routes,
+    num_slots,
+    num_chunks,
+    AMAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # chunks whose counts are read at a time
+    PDL: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    wait_for_previous(PDL)
+    start_next(PDL)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        c = start + tl.arange(0, CHUNKS)
+        counts = tl.load(
+            counts_CB + c[:, None] * BINS + bins[None, :], mask=(c < num_chunks)[:, None], other=0
+        )
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
+    blocks = tl.where(bins < num_slots, (total + BLOCK_M - 1) // BLOCK_M, 0)
+    first_block = tl.cumsum(blocks, 0) - blocks
+    routes = chunk * CHUNK + tl.arange(0, CHUNK)
+    slots = _load_slots(slots_R, routes, num_routes)
+    position = tl.gather(first_block * BLOCK_M + before, tl.where(slots < 0, BINS - 1, slots), 0)
+    i = tl.arange(0, CHUNK)
+    same = (slots[:, None] == slots[None, :]) & (i[:, None] < i[None, :])  # earlier routes of the same slot
+    position += tl.sum(same.to(tl.int32), 0)
+    tl.store(sorted_R + position, routes, mask=slots >= 0)
+    if chunk == 0:
+        tl.store(num_blocks, tl.sum(blocks, 0))
+    for slot in range(chunk, num_slots, num_chunks):
+        mine = bins == slot
+        first = tl.sum(tl.where(mine, first_block, 0), 0)
+        my_blocks = tl.sum(tl.where(mine, blocks, 0), 0)
+        count = tl.sum(tl.where(mine, total, 0), 0)
+        _finish_run(sorted_R, block_slots, amax_P, slot, first, my_blocks, count, num_routes, BLOCK_M, AMAX)

@@ -12,18 +12,27 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minisgl.moe.base import Placement, Problem, Routing, RoutingRule, Slab
-from minisgl.moe.kernels.align import align_kernel
-from minisgl.moe.kernels.direct import direct_down_kernel, direct_gate_up_kernel
+from minisgl.moe.base import Problem, Routing, RoutingRule, Slab
+from minisgl.moe.kernels.align import align_kernel, count_kernel, place_kernel
 from minisgl.moe.kernels.grouped import down_kernel, gate_up_kernel
-from minisgl.moe.kernels.quantize import quantize_rows_kernel
 from minisgl.moe.kernels.reduce import reduce_kernel
 from minisgl.moe.kernels.router import router_kernel
+from minisgl.moe.kernels.rows import quantize_activated_kernel
 from minisgl.moe.select import PACKED_FORMATS, Choice, Tiles
-from minisgl.moe.workspace import FP8_FORMATS, Buffers, max_blocks, next_power_of_two
+from minisgl.moe.workspace import (
+    ALIGN_CHUNK,
+    FP8_FORMATS,
+    Buffers,
+    max_blocks,
+    next_power_of_two,
+    num_bins,
+    num_chunks,
+)
 
 RANK_MAX_TOKENS = 64  # up to here the router's latency counts, above its work
 RANK_MAX_EXPERTS = 256
+ONE_LAUNCH_ROUTES = 2048  # more are aligned by two launches, each with many programs
+WEIGHTS_PER_WORD = {"int4": 4, "mxfp4": 4, "int8": 2}
 
 
 def on_cuda(device: torch.device) -> bool:
@@ -36,7 +45,7 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _pdl(device: torch.device) -> dict[str, bool]:
+def pdl_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments that switch programmatic dependent launch, for kernel and driver alike."""
     return {"PDL": True, "launch_pdl": True} if has_dependent_launch(device) else {"PDL": False}
 
@@ -65,21 +74,25 @@ class WeightArgs:
             self.stride_bias_s,
         )
 
+    @property
+    def plain_tensors(self) -> tuple[torch.Tensor | TensorDescriptor, ...]:
+        """Without zeros, which the kernels on the ordinary cores don't know."""
+        return self.weights, self.scales, self.bias
 
-def _weight_args(slab: Slab, name: str, tiles: Tiles | None) -> WeightArgs:
-    """tiles: of the grouped kernel; None for the direct ones, which read 4-bit weights as 32-bit words."""
+    @property
+    def plain_strides(self) -> tuple[int, ...]:
+        return self.stride_s, self.stride_scale_s, self.stride_scale_n, self.stride_bias_s
+
+
+def weight_args(slab: Slab, name: str, tiles: Tiles, words: bool = True) -> WeightArgs:
+    """words: read int4, mxfp4 and int8 as 16-bit words (all kernels on the tensor cores do)."""
     weights, parts = slab.parts[name], slab.parts
     scales, zeros, bias = (parts.get(f"{name}_{part}") for part in ("scale", "zero", "bias"))
-    if tiles is None and slab.format in PACKED_FORMATS:
-        weights = weights.view(torch.int32)
-    operand = weights
-    if tiles is not None and tiles.tma:
-        step = tiles.block_k // 2 if slab.format in PACKED_FORMATS else tiles.block_k
-        operand = TensorDescriptor(
-            weights, list(weights.shape), list(weights.stride()), [1, tiles.block_n, step]
-        )
+    per_word = WEIGHTS_PER_WORD.get(slab.format, 1) if words else 1
+    if per_word > 1:
+        weights = weights.view(torch.int16)
     return WeightArgs(
-        weights=operand,
+        weights=_descriptor(weights, name, tiles, per_word) if tiles.tma and words else weights,
         scales=weights if scales is None else scales,
         zeros=weights if zeros is None else zeros,
         bias=weights if bias is None else bias,
@@ -91,33 +104,50 @@ def _weight_args(slab: Slab, name: str, tiles: Tiles | None) -> WeightArgs:
     )
 
 
-def _format_constants(slab: Slab, name: str, hidden_cols: int) -> dict[str, object]:
+def _descriptor(weights: torch.Tensor, name: str, tiles: Tiles, per_word: int) -> TensorDescriptor:
+    """[S, N, halves, words]: gate and up rows are halves of gate_up, so that one tile holds the same rows of both."""
+    num_slots, num_rows, num_words = weights.shape
+    halves = 2 if name == "gate_up" else 1
+    return TensorDescriptor(
+        weights,
+        [num_slots, num_rows // halves, halves, num_words],
+        [weights.stride(0), num_words, num_rows // halves * num_words, 1],
+        [1, tiles.block_n, halves, tiles.block_k // per_word],
+    )
+
+
+def format_constants(slab: Slab, name: str, num_cols: int) -> dict[str, object]:
     """What the kernels must know of the format at compile time; the group is read off the scales' shape."""
-    group = 0
-    if slab.format in PACKED_FORMATS:
-        group = hidden_cols // slab.parts[f"{name}_scale"].shape[-1]
+    packed = slab.format in PACKED_FORMATS
     return {
-        "FORMAT": slab.format if slab.format in (*PACKED_FORMATS, *FP8_FORMATS, "int8") else "native",
-        "GROUP": group,
+        **plain_format_constants(slab, name),
+        "GROUP": num_cols // slab.parts[f"{name}_scale"].shape[-1] if packed else 0,
         "HAS_ZERO": f"{name}_zero" in slab.parts,
-        "HAS_BIAS": f"{name}_bias" in slab.parts,
     }
 
 
-def _grouped_constants(tiles: Tiles, block_m: int, dtype: torch.dtype, device: torch.device) -> dict:
+def plain_format_constants(slab: Slab, name: str) -> dict[str, object]:
+    known = slab.format in (*PACKED_FORMATS, *FP8_FORMATS, "int8")
+    return {"FORMAT": slab.format if known else "native", "HAS_BIAS": f"{name}_bias" in slab.parts}
+
+
+def tile_constants(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
     return {
-        "BLOCK_M": block_m,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
-        "GROUP_M": tiles.group_m,
-        "SWAP": tiles.swap,
         "TMA": tiles.tma,
         "ASM": dtype == torch.bfloat16 and on_cuda(device),
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
-        **_pdl(device),
+        **pdl_options(device),
     }
+
+
+def _grouped_constants(tiles: Tiles, block_m: int) -> dict[str, object]:
+    # Half a block must still fill the tensor cores' 64 rows, unless the rows are the short side of a swapped product.
+    tail = block_m >= 128 or (tiles.swap and block_m >= 64)
+    return {"BLOCK_M": block_m, "GROUP_M": tiles.group_m, "SWAP": tiles.swap, "TAIL": tail}
 
 
 def route(
@@ -147,72 +177,104 @@ def route(
         HAS_NUM_VALID=num_valid is not None,
         RANK=rank,
         num_warps=4 if rank else 1,
-        **_pdl(logits_TE.device),
+        **pdl_options(logits_TE.device),
     )
     return Routing(ids_TK, weights_TK)
 
 
-def align(slots_R: torch.Tensor, num_slots: int, block_m: int, first_wave: bool, buffers: Buffers) -> None:
-    num_routes = slots_R.numel()
-    chunk = min(next_power_of_two(max(num_routes, 32)), 2048)
-    align_kernel[(num_slots,)](
-        slots_R,
-        buffers.sorted_R,
-        buffers.block_slots,
-        buffers.num_blocks,
-        buffers.served_R,
-        num_routes,
-        num_slots,
-        FIRST_WAVE=first_wave,
-        BLOCK_M=block_m,
-        BINS=max(next_power_of_two(num_slots + 1), 32),
-        CHUNK=chunk,
-        num_warps=4 if chunk <= 512 else 8,
-        **_pdl(slots_R.device),
-    )
+def row_mode(format_name: str) -> str:
+    """How rows of x are made ready for the grouped kernels (see kernels.rows)."""
+    if format_name in FP8_FORMATS:
+        return "fp8"
+    return "split" if format_name == "int8" else "none"
 
 
-def quantize_rows(
-    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, num_rows: int, buffers: Buffers, block_m: int
-) -> None:
-    """block_m: 0 if all num_rows rows exist, else only those of the first num_blocks blocks do."""
-    width = x.shape[1]
-    quantize_rows_kernel[(num_rows,)](
-        x,
-        codes,
-        scale,
+def align(
+    x_TD: torch.Tensor, slots_TK: torch.Tensor, num_slots: int, problem: Problem, block_m: int, first_wave: bool,
+    buffers: Buffers,
+) -> None:  # fmt: skip
+    """Sort the routes by slot and, in the first wave, make the rows of x ready; one launch, or two for many routes."""
+    num_routes = slots_TK.numel()
+    mode = row_mode(problem.format) if first_wave and not interpreted_fp8(problem, x_TD) else "none"
+    rows = 0 if mode == "none" else len(x_TD)
+    x_ready = x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format)
+    constants = {
+        "D": x_TD.shape[1],
+        "BLOCK_D": next_power_of_two(x_TD.shape[1]),
+        "ROW_MODE": mode,
+        "FIRST_WAVE": first_wave,
+        "BINS": num_bins(num_slots),
+        "num_warps": 4,
+        **pdl_options(x_TD.device),
+    }
+    amax = codes_in_down(problem, block_m, x_TD)
+    if num_routes <= ONE_LAUNCH_ROUTES:
+        chunk = next_power_of_two(max(num_routes, 32))
+        constants["num_warps"] = 4 if chunk <= 512 else 8
+        align_kernel[(num_slots + rows,)](
+            slots_TK, buffers.sorted_R, buffers.block_slots, buffers.num_blocks, buffers.served_R, num_routes,
+            num_slots, x_TD, x_ready, buffers.x_scale_T, buffers.activated_scale_P, AMAX=amax, BLOCK_M=block_m,
+            CHUNK=chunk, **constants,
+        )  # fmt: skip
+        return
+    chunks = num_chunks(num_routes)
+    assert chunks * num_bins(num_slots) <= buffers.counts_CB.numel(), "counts_CB is too small for this slab"
+    count_kernel[(chunks + rows,)](
+        slots_TK, buffers.counts_CB, buffers.served_R, num_routes, chunks, x_TD, x_ready, buffers.x_scale_T,
+        CHUNK=ALIGN_CHUNK, **constants,
+    )  # fmt: skip
+    place_kernel[(chunks,)](
+        slots_TK, buffers.counts_CB, buffers.sorted_R, buffers.block_slots, buffers.num_blocks,
+        buffers.activated_scale_P, num_routes, num_slots, chunks, AMAX=amax, BLOCK_M=block_m,
+        BINS=num_bins(num_slots), CHUNK=ALIGN_CHUNK, CHUNKS=32, num_warps=8, **pdl_options(x_TD.device),
+    )  # fmt: skip
+
+
+def codes_in_down(problem: Problem, block_m: int, x: torch.Tensor) -> bool:
+    """fp8 with few rows a block: down makes the codes of its rows itself, given their maxima; a launch less."""
+    return problem.format in FP8_FORMATS and block_m <= 32 and on_cuda(x.device)
+
+
+def interpreted_fp8(problem: Problem, x_TD: torch.Tensor) -> bool:
+    """The interpreter's conversion to fp8 loses a carry: there the definition makes the codes, see `fused`."""
+    return problem.format in FP8_FORMATS and not on_cuda(x_TD.device)
+
+
+def quantize_activated(problem: Problem, block_m: int, num_routes: int, buffers: Buffers) -> None:
+    """fp8 codes of the activated rows, padding included, for the grouped down kernel."""
+    positions = max_blocks(num_routes, problem.num_slots, block_m) * block_m
+    width, rows = problem.shape.hidden_dim, 4
+    quantize_activated_kernel[(positions // rows,)](
+        buffers.activated_PF,
+        buffers.activated_codes_PF,
+        buffers.activated_scale_P,
         buffers.num_blocks,
         N=width,
         BLOCK_N=next_power_of_two(width),
         BLOCK_M=block_m,
-        num_warps=4 if width <= 4096 else 8,
-        **_pdl(x.device),
+        ROWS=rows,
+        num_warps=4,
+        **pdl_options(buffers.activated_PF.device),
     )
-
-
-def quantize_activated(slab: Slab, problem: Problem, choice: Choice, buffers: Buffers) -> None:
-    """fp8 codes of the activated rows, padding included, for the grouped down kernel."""
-    num_routes = problem.num_tokens * problem.top_k
-    positions = max_blocks(num_routes, slab.num_slots, choice.block_m) * choice.block_m
-    codes, scale = buffers.activated_codes_PF, buffers.activated_scale_P
-    quantize_rows(buffers.activated_PF, codes, scale, positions, buffers, choice.block_m)
 
 
 def gate_up(
     x_TD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers
 ) -> None:
+    """x_TD: rows as they are; those made ready by `align` are taken from the buffers where the format wants them."""
     tiles, shape = choice.gate_up, problem.shape
-    args = _weight_args(slab, "gate_up", tiles)
-    grid_m = max_blocks(num_routes, slab.num_slots, choice.block_m)
-    codes = problem.format in FP8_FORMATS
+    args = weight_args(slab, "gate_up", tiles)
+    grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
+    mode = row_mode(problem.format)
     gate_up_kernel[(grid_m * triton.cdiv(shape.hidden_dim, tiles.block_n),)](
-        buffers.x_codes_TD if codes else x_TD,
-        buffers.x_scale_T if codes else x_TD,
+        x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format),
+        buffers.x_scale_T if mode == "fp8" else x_TD,
         args.weights,
         args.scales,
         args.zeros,
         args.bias,
         buffers.activated_PF,
+        buffers.activated_scale_P,
         buffers.sorted_R,
         buffers.block_slots,
         buffers.num_blocks,
@@ -223,8 +285,10 @@ def gate_up(
         F=shape.hidden_dim,
         TOP_K=problem.top_k,
         ACTIVATION=problem.activation,
-        **_format_constants(slab, "gate_up", shape.model_dim),
-        **_grouped_constants(tiles, choice.block_m, problem.dtype, x_TD.device),
+        AMAX=codes_in_down(problem, choice.block_m, x_TD),
+        **format_constants(slab, "gate_up", shape.model_dim),
+        **tile_constants(tiles, problem.dtype, x_TD.device),
+        **_grouped_constants(tiles, choice.block_m),
     )
 
 
@@ -232,12 +296,13 @@ def down(
     rows_RD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers
 ) -> None:
     tiles, shape = choice.down, problem.shape
-    args = _weight_args(slab, "down", tiles)
-    grid_m = max_blocks(num_routes, slab.num_slots, choice.block_m)
-    codes = problem.format in FP8_FORMATS
+    args = weight_args(slab, "down", tiles)
+    grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
+    amax = codes_in_down(problem, choice.block_m, rows_RD)
+    fp8 = problem.format in FP8_FORMATS
     down_kernel[(grid_m * triton.cdiv(shape.model_dim, tiles.block_n),)](
-        buffers.activated_codes_PF if codes else buffers.activated_PF,
-        buffers.activated_scale_P if codes else rows_RD,
+        buffers.activated_codes_PF if fp8 and not amax else buffers.activated_PF,
+        buffers.activated_scale_P if fp8 else rows_RD,
         args.weights,
         args.scales,
         args.zeros,
@@ -251,77 +316,10 @@ def down(
         *args.strides,
         D=shape.model_dim,
         F=shape.hidden_dim,
-        **_format_constants(slab, "down", shape.hidden_dim),
-        **_grouped_constants(tiles, choice.block_m, problem.dtype, rows_RD.device),
-    )
-
-
-def direct_gate_up(
-    x_TD: torch.Tensor,
-    placement: Placement,
-    problem: Problem,
-    tiles: Tiles,
-    first_wave: bool,
-    buffers: Buffers,
-) -> None:
-    slab, shape = placement.slab, problem.shape
-    args = _weight_args(slab, "gate_up", None)
-    num_routes = placement.slots_TK.numel()
-    direct_gate_up_kernel[(num_routes * triton.cdiv(shape.hidden_dim, tiles.block_n),)](
-        x_TD,
-        args.weights,
-        args.scales,
-        args.zeros,
-        args.bias,
-        buffers.activated_PF,
-        placement.slots_TK,
-        buffers.served_R,
-        num_routes,
-        *args.strides,
-        D=shape.model_dim,
-        F=shape.hidden_dim,
-        TOP_K=problem.top_k,
-        ACTIVATION=problem.activation,
-        FIRST_WAVE=first_wave,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **_format_constants(slab, "gate_up", shape.model_dim),
-        **_pdl(x_TD.device),
-    )
-
-
-def direct_down(
-    out: torch.Tensor, placement: Placement, weights_TK: torch.Tensor, problem: Problem, tiles: Tiles,
-    buffers: Buffers, add_up: bool,
-) -> None:  # fmt: skip
-    """out: y [T, D] if add_up, else float32 rows [R, D]."""
-    slab, shape = placement.slab, problem.shape
-    args = _weight_args(slab, "down", None)
-    num_n = triton.cdiv(shape.model_dim, tiles.block_n)
-    direct_down_kernel[(problem.num_tokens * num_n,)](
-        buffers.activated_PF,
-        args.weights,
-        args.scales,
-        args.zeros,
-        args.bias,
-        out,
-        placement.slots_TK,
-        weights_TK,
-        num_n,
-        *args.strides,
-        D=shape.model_dim,
-        F=shape.hidden_dim,
-        TOP_K=problem.top_k,
-        CHOICES=next_power_of_two(problem.top_k),
-        SUM=add_up,
-        BLOCK_N=tiles.block_n,
-        BLOCK_K=tiles.block_k,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **_format_constants(slab, "down", shape.hidden_dim),
-        **_pdl(out.device),
+        AMAX=amax,
+        **format_constants(slab, "down", shape.hidden_dim),
+        **tile_constants(tiles, problem.dtype, rows_RD.device),
+        **_grouped_constants(tiles, choice.block_m),
     )
 
 
@@ -337,5 +335,5 @@ def reduce(rows_RD: torch.Tensor, weights_TK: torch.Tensor, buffers: Buffers, y_
         K=weights_TK.shape[1],
         BLOCK_D=block_d,
         num_warps=2 if block_d <= 512 else 8,
-        **_pdl(y_TD.device),
+        **pdl_options(y_TD.device),
     )

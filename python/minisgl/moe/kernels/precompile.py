@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from minisgl.moe.base import Placement, Problem, Slab
 from minisgl.moe.formats import get_format
-from minisgl.moe.kernels import launch
+from minisgl.moe.kernels import launch, launch_direct
 from minisgl.moe.select import Choice
 from minisgl.moe.workspace import FP8_FORMATS, Buffers, buffer_specs, next_power_of_two
 
@@ -85,18 +85,21 @@ def compile_choice(task: CompileTask, small_kernels: bool = False) -> None:
     x_TD = torch.empty((problem.num_tokens, shape.model_dim), dtype=problem.dtype)
     placement = Placement(slab, torch.empty((problem.num_tokens, problem.top_k), dtype=torch.int32))
     weights_TK = torch.empty((problem.num_tokens, problem.top_k))
-    if choice.kernel == "direct":
-        launch.direct_gate_up(x_TD, placement, problem, choice.gate_up, True, buffers)
-        launch.direct_down(x_TD, placement, weights_TK, problem, choice.down, buffers, True)
-        return
     rows_RD = buffers.rows_RD(num_routes, shape.model_dim, problem.dtype)
+    if choice.kernel == "direct":
+        launch_direct.direct_gate_up(x_TD, placement, problem, choice.gate_up, True, buffers)
+        if choice.down.wide:
+            launch_direct.wide_down(rows_RD.float(), placement, problem, choice.down, buffers)
+        else:
+            launch_direct.direct_down(x_TD, placement, weights_TK, problem, choice.down, buffers, True)
+        return
     launch.gate_up(x_TD, slab, problem, choice, num_routes, buffers)
     launch.down(rows_RD, slab, problem, choice, num_routes, buffers)
     if small_kernels:
-        launch.align(placement.slots_TK, slab.num_slots, choice.block_m, True, buffers)
+        launch.align(x_TD, placement.slots_TK, slab.num_slots, problem, choice.block_m, True, buffers)
         launch.reduce(rows_RD, weights_TK, buffers, x_TD)
         if problem.format in FP8_FORMATS:
-            launch.quantize_rows(x_TD, buffers.x_codes_TD, buffers.x_scale_T, len(x_TD), buffers, 0)
+            launch.quantize_activated(problem, choice.block_m, num_routes, buffers)
 
 
 def _quietly(task: CompileTask) -> str | None:

@@ -21,6 +21,39 @@ def _finite(x):
 
 
 @triton.jit
+def _scores_and_choice(
+    logits_TE, bias_E, t, stride_t, E: tl.constexpr, EXPERTS: tl.constexpr, SCORING: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scores of one token's experts, and what the choice goes by (-inf past E): logits, which keep apart what a softmax
+    in float32 rounds to one score, or biased scores."""
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < E
+    logits = _finite(tl.load(logits_TE + t * stride_t + expert, mask=inside, other=0.0).to(tl.float32))
+    logits = tl.where(inside, logits, -float("inf"))
+    if SCORING == "softmax":
+        scores = tl.exp(logits - tl.max(logits, 0))
+        scores = scores / tl.sum(scores, 0)
+    elif SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        scores = logits
+    choice = logits
+    if HAS_BIAS:
+        choice = _finite(scores + tl.load(bias_E + expert, mask=inside, other=0.0).to(tl.float32))
+    return scores, tl.where(inside, choice, -float("inf"))
+
+
+@triton.jit
+def _ranks(choice, EXPERTS: tl.constexpr):
+    """How many experts beat each one; a tie goes to the lower index."""
+    expert = tl.arange(0, EXPERTS)
+    other, mine = choice[:, None], choice[None, :]
+    beats = (other > mine) | ((other == mine) & (expert[:, None] < expert[None, :]))
+    return tl.sum(beats.to(tl.int32), 0)
+
+
+@triton.jit
 def router_kernel(
     logits_TE,
     bias_E,
@@ -43,30 +76,13 @@ def router_kernel(
     t = tl.program_id(0).to(tl.int64)
     wait_for_previous(PDL)
     start_next(PDL)
+    scores, choice = _scores_and_choice(logits_TE, bias_E, t, stride_t, E, EXPERTS, SCORING, HAS_BIAS)
     expert = tl.arange(0, EXPERTS)
-    inside = expert < E
-    logits = _finite(tl.load(logits_TE + t * stride_t + expert, mask=inside, other=0.0).to(tl.float32))
-    logits = tl.where(inside, logits, -float("inf"))
-    if SCORING == "softmax":
-        scores = tl.exp(logits - tl.max(logits, 0))
-        scores = scores / tl.sum(scores, 0)
-    elif SCORING == "sigmoid":
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        scores = logits
-    choice = logits  # ranks as scores do, and keeps apart what float32 rounds to one score
-    if HAS_BIAS:
-        choice = _finite(scores + tl.load(bias_E + expert, mask=inside, other=0.0).to(tl.float32))
-    choice = tl.where(inside, choice, -float("inf"))
-
     k = tl.arange(0, CHOICES)
     if RANK:
-        other, mine = choice[:, None], choice[None, :]
-        beats = (other > mine) | ((other == mine) & (expert[:, None] < expert[None, :]))
-        rank = tl.sum(beats.to(tl.int32), 0)
-        chosen = (rank < K) & inside
-        values, places, kept = scores, rank, chosen
-        ids = expert
+        places = _ranks(choice, EXPERTS)
+        kept = (places < K) & (expert < E)
+        ids, values = expert, scores
     else:
         ids = tl.zeros((CHOICES,), tl.int32)
         values = tl.zeros((CHOICES,), tl.float32)
@@ -76,7 +92,6 @@ def router_kernel(
             values = tl.where(k == i, tl.sum(tl.where(expert == best, scores, 0.0), 0), values)
             choice = tl.where(expert == best, -float("inf"), choice)
         places, kept = k, k < K
-
     if SCORING == "softmax_of_topk":
         values = tl.exp(values - tl.max(tl.where(kept, values, -float("inf")), 0))
         values = values / tl.sum(tl.where(kept, values, 0.0), 0)

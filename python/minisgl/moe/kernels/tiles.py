@@ -1,103 +1,138 @@
-"""How a tile of stored weights becomes a tile of numbers: one branch a format, shared by the grouped kernels.
+"""How stored weights become numbers: 16-bit words that hold four 4-bit or two 8-bit codes, unpacked in registers.
 
-A tile is BLOCK_N rows of weights and BLOCK_K columns. Formats of four bits give two tiles of BLOCK_K / 2
-columns, one from the low and one from the high nibbles (order: `formats.packing`), each multiplied with its
-own columns of the activations; so nothing has to be interleaved.
+A tile of weights is read as a tile of words. Each word gives P numbers (four for int4 and mxfp4, two for
+int8), so a tile of words becomes P tiles of numbers, and each is multiplied with the columns of the
+activations that belong to it. Nothing is interleaved, and since words are as wide as bf16 a tile of them
+takes the path of a bf16 tile through shared memory into the tensor cores' registers.
 
-Conversion is where weight-only formats lose their time: an int-to-float instruction a weight is slower than
-reading the weight. On CUDA and bf16 the codes are therefore put into the mantissa of a constant: 0x4300 is
-128.0 in bf16, whose last mantissa bit is worth one, so `0x4300 | code` is 128 + code, two weights an
-instruction. ASM selects that; the plain path is for the interpreter and other dtypes.
+Conversion is where weight-only formats lose their time: an int-to-float instruction a weight takes longer
+than reading the weight. On CUDA and bf16 the codes are therefore put into the mantissa of a constant: 0x4300
+is 128.0 in bf16, whose last mantissa bit is worth one, so `0x4300 | code` is 128 + code, two weights an
+instruction. ASM selects that; the plain path serves the interpreter and other dtypes.
 """
 
 import triton
 import triton.language as tl
 
-# Four bytes -> four low and four high nibbles: spread to halfwords, or into 128.0, add -(128 + zero), times scale.
-_INT4_ASM = tl.constexpr("""{
-.reg .b32 a, b, one, nz;
-mov.b32 one, 0x3F803F80;
-mov.b32 nz, 0x80008000;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, $0, one, $7;
-fma.rn.bf16x2 $1, $1, one, $7;
-fma.rn.bf16x2 $2, $2, one, $7;
-fma.rn.bf16x2 $3, $3, one, $7;
-fma.rn.bf16x2 $0, $0, $5, nz;
-fma.rn.bf16x2 $1, $1, $5, nz;
-fma.rn.bf16x2 $2, $2, $5, nz;
-fma.rn.bf16x2 $3, $3, $5, nz;
-}""")
+MXFP4_LIFT = tl.constexpr(9.223372036854775808e18)  # 2^63, see `mxfp4_scale`
 
-# E2M1 bits moved to where bf16 has its sign, two lowest exponent bits and highest mantissa bit; 2^126 (0x7E80) makes up
-# for the different exponent bias, subnormals included.
-_MXFP4_ASM = tl.constexpr("""{
-.reg .b32 a, b, s, m, nz, lift;
-mov.b32 nz, 0x80008000;
-mov.b32 lift, 0x7E807E80;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-shl.b32 s, a, 12;
-shl.b32 m, a, 6;
-and.b32 m, m, 0x01C001C0;
-lop3.b32 $0, s, 0x80008000, m, 0xEA;
-shl.b32 s, b, 12;
-shl.b32 m, b, 6;
-and.b32 m, m, 0x01C001C0;
-lop3.b32 $1, s, 0x80008000, m, 0xEA;
-shl.b32 s, a, 8;
-shl.b32 m, a, 2;
-and.b32 m, m, 0x01C001C0;
-lop3.b32 $2, s, 0x80008000, m, 0xEA;
-shl.b32 s, b, 8;
-shl.b32 m, b, 2;
-and.b32 m, m, 0x01C001C0;
-lop3.b32 $3, s, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 $0, $0, lift, nz;
-fma.rn.bf16x2 $1, $1, lift, nz;
-fma.rn.bf16x2 $2, $2, lift, nz;
-fma.rn.bf16x2 $3, $3, lift, nz;
-fma.rn.bf16x2 $0, $0, $5, nz;
-fma.rn.bf16x2 $1, $1, $5, nz;
-fma.rn.bf16x2 $2, $2, $5, nz;
-fma.rn.bf16x2 $3, $3, $5, nz;
-}""")
+
+def _int4_asm(scaled: bool, has_zero: bool) -> str:
+    """$4: two words. Then $5: two scales, and -(128 + zero) twice, as far as they are inputs."""
+    offset = "o" if not has_zero else ("$6" if scaled else "$5")
+    lines = ["{", ".reg .b32 t, one, o, nz;", "mov.b32 one, 0x3F803F80;", "mov.b32 nz, 0x80008000;"]
+    lines.append("mov.b32 o, 0xC308C308;")  # -136
+    for i in range(4):
+        source = "$4" if i == 0 else "t"
+        if i:
+            lines.append(f"shr.u32 t, $4, {4 * i};")
+        lines.append(f"lop3.b32 ${i}, {source}, 0x000F000F, 0x43004300, 0xEA;")
+    lines += [f"fma.rn.bf16x2 ${i}, ${i}, one, {offset};" for i in range(4)]
+    if scaled:
+        lines += [f"fma.rn.bf16x2 ${i}, ${i}, $5, nz;" for i in range(4)]
+    return "\n".join([*lines, "}"])
+
+
+def _mxfp4_asm() -> str:
+    """$4: two words, $5: two scales. E2M1 bits are moved to where bf16 has sign, low exponent bits and high mantissa bit."""
+    lines = ["{", ".reg .b32 s, m, nz;", "mov.b32 nz, 0x80008000;"]
+    for i in range(4):
+        left = 6 - 4 * i
+        lines.append(f"shl.b32 s, $4, {12 - 4 * i};")
+        lines.append(f"shl.b32 m, $4, {left};" if left >= 0 else f"shr.u32 m, $4, {-left};")
+        lines.append("and.b32 m, m, 0x01C001C0;")
+        lines.append(f"lop3.b32 ${i}, s, 0x80008000, m, 0xEA;")
+    lines += [f"fma.rn.bf16x2 ${i}, ${i}, $5, nz;" for i in range(4)]
+    return "\n".join([*lines, "}"])
+
 
 # Eight bits don't fit the seven of bf16's mantissa: (128 + low seven bits) - (128 or 256, by the sign bit) is exact.
 _INT8_ASM = tl.constexpr("""{
-.reg .b32 a, b, s, t, minus;
+.reg .b32 t, s, m, minus;
 mov.b32 minus, 0xBF80BF80;
-prmt.b32 a, $2, 0, 0x4140;
-prmt.b32 b, $2, 0, 0x4342;
-lop3.b32 s, a, 0x00800080, 0x43004300, 0xEA;
-lop3.b32 t, b, 0x00800080, 0x43004300, 0xEA;
-lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;
-lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
-fma.rn.bf16x2 $0, s, minus, a;
-fma.rn.bf16x2 $1, t, minus, b;
+shr.u32 t, $2, 8;
+lop3.b32 s, $2, 0x00800080, 0x43004300, 0xEA;
+lop3.b32 m, $2, 0x007F007F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, s, minus, m;
+lop3.b32 s, t, 0x00800080, 0x43004300, 0xEA;
+lop3.b32 m, t, 0x007F007F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $1, s, minus, m;
 }""")
+_INT4_PLAIN = tl.constexpr(_int4_asm(False, False))
+_INT4_ZERO = tl.constexpr(_int4_asm(False, True))
+_INT4_SCALED = tl.constexpr(_int4_asm(True, False))
+_INT4_SCALED_ZERO = tl.constexpr(_int4_asm(True, True))
+_MXFP4_ASM = tl.constexpr(_mxfp4_asm())
 
 
 @triton.jit
-def widen_int8(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """int8 codes as DTYPE, exact."""
+def unpack_int8(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The even and the odd columns of int16 words that hold two int8 codes, exact."""
     if ASM:
-        return tl.inline_asm_elementwise(
-            _INT8_ASM, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4
+        even, odd = tl.inline_asm_elementwise(
+            _INT8_ASM, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
-        return codes.to(DTYPE)
+        wide = words.to(tl.int32)
+        even, odd = ((wide << 24) >> 24).to(DTYPE), (wide >> 8).to(DTYPE)
+    return even, odd
 
 
 @triton.jit
-def e2m1_value(codes):
+def unpack_int4(
+    words, scale, zero, SCALED: tl.constexpr, HAS_ZERO: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The four tiles (code - zero) * scale of int16 words; scale (if SCALED) and zero (if HAS_ZERO, else 8) are float32
+    and broadcastable to words."""
+    if ASM:
+        TYPES: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        if SCALED:
+            scale = tl.broadcast_to(scale.to(tl.bfloat16), words.shape)
+        if HAS_ZERO:
+            zero = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), words.shape)
+        if SCALED and HAS_ZERO:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _INT4_SCALED_ZERO, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, zero], TYPES, True, 2
+            )
+        elif SCALED:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _INT4_SCALED, "=&r,=&r,=&r,=&r,r,r", [words, scale], TYPES, True, 2
+            )
+        elif HAS_ZERO:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _INT4_ZERO, "=&r,=&r,=&r,=&r,r,r", [words, zero], TYPES, True, 2
+            )
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(_INT4_PLAIN, "=&r,=&r,=&r,=&r,r", [words], TYPES, True, 2)
+    else:
+        wide = words.to(tl.int32)
+        offset = zero if HAS_ZERO else 8.0
+        factor = scale if SCALED else 1.0
+        a = (((wide & 15).to(tl.float32) - offset) * factor).to(DTYPE)
+        b = (((wide >> 4 & 15).to(tl.float32) - offset) * factor).to(DTYPE)
+        c = (((wide >> 8 & 15).to(tl.float32) - offset) * factor).to(DTYPE)
+        d = (((wide >> 12 & 15).to(tl.float32) - offset) * factor).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def mxfp4_scale(exponent, ASM: tl.constexpr):
+    """What E2M1 bits of `unpack_mxfp4` are multiplied with; exponent uint8 is biased by 127, 255 is NaN.
+
+    Bits of a bf16 whose exponent is too small by 126 would want a factor of 2^(exponent - 1), which overflows
+    for blocks of large weights. So the factor is 2^(exponent - 64), and the sums are multiplied with
+    MXFP4_LIFT, 2^63, at the end; the plain path needs neither.
+    """
+    if ASM:
+        bits = tl.where(exponent == 255, 0x7FC0, (exponent.to(tl.int32) + 63) << 7)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        scale = tl.exp2(exponent.to(tl.float32) - 127.0)
+        return tl.where(exponent == 255, float("nan"), scale)
+
+
+@triton.jit
+def _e2m1(codes):
     """float32 of E2M1 codes 0..15 (sign, two exponent bits, one mantissa bit)."""
     magnitude = codes & 7
     exponent, mantissa = magnitude >> 1, magnitude & 1
@@ -108,43 +143,21 @@ def e2m1_value(codes):
 
 
 @triton.jit
-def unpack_int4(packed, scale, zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """(code - zero) * scale of the low and of the high nibbles; scale and zero float32, broadcastable to packed."""
+def unpack_mxfp4(words, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The four tiles of E2M1 values times scale (from `mxfp4_scale`, broadcastable) of int16 words."""
     if ASM:
-        scale = tl.broadcast_to(scale.to(tl.bfloat16), packed.shape)
-        offset = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), packed.shape)
-        return tl.inline_asm_elementwise(
-            _INT4_ASM,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r",
-            [packed, scale, offset],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low = ((packed & 15).to(tl.float32) - zero) * scale
-        high = ((packed >> 4).to(tl.float32) - zero) * scale
-        return low.to(DTYPE), high.to(DTYPE)
-
-
-@triton.jit
-def unpack_mxfp4(packed, exponent, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """E2M1 values times 2 ** (exponent - 127) of the low and of the high nibbles; exponent uint8, broadcastable."""
-    if ASM:
-        bits = tl.where(
-            exponent == 0, 0x40, exponent.to(tl.int16) << 7
-        )  # 2^-127 is subnormal; 255 is inf, times 0 NaN
-        scale = tl.broadcast_to(bits.to(tl.int16).to(tl.bfloat16, bitcast=True), packed.shape)
-        return tl.inline_asm_elementwise(
+        a, b, c, d = tl.inline_asm_elementwise(
             _MXFP4_ASM,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [packed, scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
+            "=&r,=&r,=&r,=&r,r,r",
+            [words, tl.broadcast_to(scale, words.shape)],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            True,
+            2,
         )
     else:
-        scale = tl.exp2(exponent.to(tl.float32) - 127.0)
-        low = e2m1_value((packed & 15).to(tl.int32)) * scale
-        high = e2m1_value((packed >> 4).to(tl.int32)) * scale
-        return low.to(DTYPE), high.to(DTYPE)
+        wide = words.to(tl.int32)
+        a = (_e2m1(wide & 15) * scale).to(DTYPE)
+        b = (_e2m1(wide >> 4 & 15) * scale).to(DTYPE)
+        c = (_e2m1(wide >> 8 & 15) * scale).to(DTYPE)
+        d = (_e2m1(wide >> 12 & 15) * scale).to(DTYPE)
+    return a, b, c, d
