@@ -1,4 +1,4 @@
-"""langchain-openai, litellm, the llm command, schemathesis, locust."""
+"""OpenAI's Node client, langchain-openai, litellm, the llm command, schemathesis, locust."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ import httpx
 import pytest
 
 BIN = pathlib.Path(sys.executable).parent
+
+
+NODE = pathlib.Path(os.environ.get("MINISGL_NODE_MODULES", BIN.parent / "node_modules"))
+
+
+@pytest.mark.skipif(
+    not (NODE / "openai").is_dir(), reason="npm install --prefix .venv/clients openai was not run"
+)
+def test_openai_for_node(url, tmp_path):
+    script = tmp_path / "client.mjs"
+    script.write_text((pathlib.Path(__file__).parent / "openai_node.mjs").read_text())
+    (tmp_path / "node_modules").symlink_to(NODE)
+    done = subprocess.run(["node", str(script), url], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "ok", done.stderr
 
 
 def test_langchain(url):

@@ -120,6 +120,7 @@ def test_metrics_have_the_names_dashboards_know(keyed):
         'vllm:request_success_total{finished_reason="stop"',
         "minisgl:expert_cache_hit_rate",
         "minisgl:link_bytes_total",
+        "minisgl:experts_used",
     ):
         assert name in text, name
 

@@ -104,7 +104,7 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     service = service_of(request)
-    service.metrics.update(service.client.beat.stats)
+    service.metrics.update(service.client.beat)
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
 
 

@@ -95,8 +95,9 @@ def serve_model(
     on_ready: Callable[[int], None] | None = None,
     watch_experts: bool = False,
 ) -> int:
-    """Serve a model until told to stop; a launcher's ranks above 0 serve rank 0 instead. ValueError, with the remedy, for what cannot work; see `launch` for exit codes.
+    """Serve a model until told to stop; a launcher's ranks above 0 follow rank 0 instead. See `launch` for exit codes.
 
+    ValueError, with the remedy, for what cannot work.
     watch_experts: feed the expert map of the page at /; see `ModelEngine`.
     """
     model = engine.model

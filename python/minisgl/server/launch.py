@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
 import signal
@@ -180,6 +181,8 @@ def serve(
         async def main() -> int:
             return await Supervisor(config, service, engine, sock).run(on_ready)
 
+        gc.collect()
+        gc.freeze()  # a full collection over all imported modules would hold up every stream for a moment
         code = uvloop.run(main())
         pool.close()
         return code

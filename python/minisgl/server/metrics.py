@@ -7,7 +7,7 @@ counted here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from minisgl.server.ipc import Beat
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -51,7 +51,6 @@ _ENGINE_GAUGES = {
     "pages_free": ("minisgl:kv_pages_free", "KV pages that hold nothing"),
     "pages_evictable": ("minisgl:kv_pages_evictable", "KV pages that hold reusable prefixes"),
     "pages_protected": ("minisgl:kv_pages_protected", "KV pages of running requests"),
-    "experts_used": ("minisgl:experts_used", "Distinct experts used in the last step"),
 }
 
 
@@ -85,6 +84,7 @@ class Metrics:
         self._hit_rate = self._gauge(
             "minisgl:expert_cache_hit_rate", "Share of routed experts found in GPU memory"
         )
+        self._experts_used = self._gauge("minisgl:experts_used", "Experts in use lately, over all layers")
         self._gauges = {stat: self._gauge(*names) for stat, names in _ENGINE_GAUGES.items()}
         self._counters = {stat: self._counter(*names) for stat, names in _ENGINE_COUNTERS.items()}
 
@@ -107,8 +107,10 @@ class Metrics:
         """Count one request answered with an error."""
         self._errors.labels(**self._labels, status=str(status)).inc()
 
-    def update(self, stats: Mapping[str, float]) -> None:
+    def update(self, beat: Beat) -> None:
         """Copy the engine's numbers."""
+        stats = beat.stats
+        self._experts_used.set(sum(map(bool, beat.experts.heat)) if beat.experts is not None else 0)
         for stat, gauge in self._gauges.items():
             gauge.set(stats.get(stat, 0.0))
         for stat, counter in self._counters.items():

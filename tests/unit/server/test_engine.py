@@ -24,6 +24,7 @@ from minisgl.server.ipc import (  # noqa: E402
     EngineEnd,
     EngineFacts,
     Event,
+    ExpertMap,
     Failed,
     Outputs,
     Ready,
@@ -261,12 +262,13 @@ def test_aborted_requests_give_their_pages_back():
 def test_counters_of_metrics_follow_the_engine_and_never_fall():
     metrics = Metrics("m")
     stats = {"prompt_tokens": 10, "cached_tokens": 4, "pages_total": 8, "pages_free": 2, "pages_evictable": 2}
-    metrics.update(stats)
-    metrics.update(stats | {"prompt_tokens": 25})
-    metrics.update(stats | {"prompt_tokens": 0})
+    metrics.update(Beat(stats, ExpertMap(1, 4, b"\0\1\0\xff", b"\1\1\0\0")))
+    metrics.update(Beat(stats | {"prompt_tokens": 25}))
+    metrics.update(Beat(stats | {"prompt_tokens": 0}, ExpertMap(1, 4, b"\0\1\0\xff", b"\1\1\0\0")))
     text = metrics.render().decode()
     assert 'vllm:prefix_cache_queries_total{model_name="m"} 25.0' in text
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.5' in text
+    assert 'minisgl:experts_used{model_name="m"} 2.0' in text
 
 
 @pytest.mark.parametrize(
