@@ -31,6 +31,7 @@ from rich.progress import (
 
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.checkpoints.base import Pieces, Stored
+from minisgl.models.checkpoints.converted import load_records
 from minisgl.models.checkpoints.files import Damaged, some
 from minisgl.models.checkpoints.placing import Changes, put_dense, put_experts, read_dense, read_experts
 from minisgl.models.checkpoints.readahead import read_ahead
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # what is a plain weight; anything else means a quantized checkpoint
 WORTH_A_LINE_S = 1.0
+WORTH_CONVERTING_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -122,20 +124,29 @@ def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
     name), an encoding that isn't served, or no weights at all. Unknown tensors are named in one warning and skipped.
     """
     start = time.monotonic()
-    work, placer = match_weights(open_checkpoint(folder), decoder), Placer(decoder)
+    checkpoint, placer = open_checkpoint(folder), Placer(decoder)
+    work, layers = match_weights(checkpoint, decoder), decoder.moe_layers()
+    records = checkpoint.manifest.total_bytes if checkpoint.manifest is not None else 0
     num_bytes = 0
-    with _progress(sum(weight.num_bytes for weight, _ in work)) as advance:
+    with _progress(sum(weight.num_bytes for weight, _ in work) + records) as advance:
         for (weight, target), pieces in read_ahead(work, placer.read, lambda job: job[0].num_bytes):
             num_bytes += sum(piece.nbytes for piece in pieces.values())
             placer.put(weight, target, pieces)
             advance(weight.num_bytes)
-    for layer, moe in decoder.moe_layers().items():
+        if checkpoint.manifest is not None:
+            stores = {index: (layer.store, layer.shard) for index, layer in layers.items()}
+            num_bytes += load_records(folder, checkpoint.manifest, stores, advance)
+    for layer, moe in layers.items():
         if gaps := moe.store.missing():
             raise ValueError(f"{folder}: layer {layer} lacks weights: {some(gaps)}; fetch the model again")
     placer.changes.log(folder)
     report = LoadReport(len(work), num_bytes, time.monotonic() - start)
     if report.seconds > WORTH_A_LINE_S:
         logger.info("%s", report)
+    if report.seconds > WORTH_CONVERTING_S and placer.changes.num_quantized:
+        logger.info(
+            "the experts were quantized while they loaded: `minisgl convert` keeps the result, and loads faster"
+        )
     return report
 
 
@@ -218,13 +229,13 @@ class Placer:
         if target.place is not None:
             return read_dense(weight, self._shards.get(target.place))
         layer = self._layers[target.layer]
-        with _naming(weight):
+        with naming(weight):
             pieces = read_experts(weight, target.part, target.expert, layer.shard)
         return {role: piece.to(layer.store.device) for role, piece in pieces.items()}
 
     def put(self, weight: Stored, target: Target, pieces: Pieces) -> None:
         """What was read, where it belongs."""
-        with _naming(weight):
+        with naming(weight):
             if target.place is not None:
                 put_dense(self._places[target.place], self._shards.get(target.place), weight, pieces)
             else:
@@ -233,7 +244,7 @@ class Placer:
 
 
 @contextmanager
-def _naming(weight: Stored) -> Iterator[None]:
+def naming(weight: Stored) -> Iterator[None]:
     """Errors name the weight and its file."""
     try:
         yield

@@ -20,6 +20,7 @@ from minisgl.models.slices import read_expert, read_part
 from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.formats.native import NativeFormat
 from minisgl.moe.store import ExpertStore
+from minisgl.moe.store.records import ExpertRecords
 from minisgl.moe.store.shard import Cut, ExpertShard
 from minisgl.parallel import Shard
 
@@ -28,8 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Changes:
-    """What did not keep its bits: reason -> weights, and the squared error and norm of those that were measured."""
+    """What did not keep its bits: reason -> weights, and the squared error and norm of those that were measured.
 
+    num_quantized: plain weights that were quantized, as was asked.
+    """
+
+    num_quantized: int = 0
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
     error: float = 0.0
     norm: float = 0.0
@@ -87,7 +92,7 @@ def read_experts(weight: Stored, part: str, expert: int | None, shard: ExpertSha
 
 
 def put_experts(
-    store: ExpertStore,
+    store: ExpertStore | ExpertRecords,
     shard: ExpertShard,
     target: tuple[str, int | None],
     weight: Stored,
@@ -98,6 +103,7 @@ def put_experts(
     part, expert = target
     if weight.encoding is None:
         store.sink(expert if expert is None else shard.local(expert), part, pieces["weight"])
+        changes.num_quantized += not isinstance(store.format, NativeFormat)
         return
     require_expert_shape(store, shard, part, weight.shape if expert is not None else weight.shape[1:])
     for number in shard.experts if expert is None else [expert]:
@@ -105,7 +111,9 @@ def put_experts(
         _put_encoded(store, shard, (part, number), weight.encoding, own, changes)
 
 
-def require_expert_shape(store: ExpertStore, shard: ExpertShard, part: str, found: tuple[int, ...]) -> None:
+def require_expert_shape(
+    store: ExpertStore | ExpertRecords, shard: ExpertShard, part: str, found: tuple[int, ...]
+) -> None:
     """ValueError unless one expert's whole tensor `part` has the shape that config.json says."""
     rows, model = shard.hidden.total, store.shape.model_dim
     shapes = {"gate": (rows, model), "up": (rows, model), "gate_up": (2 * rows, model), "down": (model, rows)}
@@ -114,7 +122,7 @@ def require_expert_shape(store: ExpertStore, shard: ExpertShard, part: str, foun
 
 
 def _put_encoded(
-    store: ExpertStore,
+    store: ExpertStore | ExpertRecords,
     shard: ExpertShard,
     target: tuple[str, int],
     encoding: Encoding,

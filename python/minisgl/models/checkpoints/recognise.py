@@ -12,7 +12,8 @@ from typing import Any
 from minisgl.models.checkpoints.awq import AwqEncoding
 from minisgl.models.checkpoints.base import Encoding, ExpertChoice, Stored, collect
 from minisgl.models.checkpoints.compressed_tensors import read_groups
-from minisgl.models.checkpoints.files import read_headers
+from minisgl.models.checkpoints.converted import DENSE, Manifest, read_manifest
+from minisgl.models.checkpoints.files import file_headers, read_headers
 from minisgl.models.checkpoints.fp8_block import Fp8Encoding
 from minisgl.models.checkpoints.gptq import GptqEncoding
 from minisgl.models.checkpoints.mxfp4 import Mxfp4Encoding
@@ -23,17 +24,19 @@ METHODS = ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All weights of a folder, and the encodings that some of them are in."""
+    """The weights of a folder. manifest: of a converted one, whose experts are records and no weights."""
 
     folder: Path
     weights: tuple[Stored, ...]
-    encodings: tuple[Encoding, ...] = ()
+    manifest: Manifest | None = None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read every header of `folder`. ValueError for a damaged folder, or an encoding that isn't served."""
+    if (manifest := read_manifest(folder)) is not None:
+        return Checkpoint(folder, tuple(collect(file_headers(folder / DENSE), ())), manifest)
     encodings = find_encodings(read_quantization(folder))
-    return Checkpoint(folder, tuple(collect(read_headers(folder), encodings)), encodings)
+    return Checkpoint(folder, tuple(collect(read_headers(folder), encodings)))
 
 
 def read_quantization(folder: Path) -> Mapping[str, Any] | None:
@@ -70,6 +73,8 @@ def stored_experts(folder: Path, shape: ExpertShape) -> ExpertChoice | None:
 
     Without weights in the folder config.json alone decides.
     """
+    if (manifest := read_manifest(folder)) is not None:
+        return manifest.choice
     encodings = find_encodings(read_quantization(folder))
     if not encodings:
         return None

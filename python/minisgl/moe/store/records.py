@@ -80,6 +80,11 @@ class ExpertRecords:
             self._require(tensor_EX.shape[1:] == shape, expert, name, f"shape {list(shape)}", tensor)
             self._write(first, name, tensor_EX)
 
+    def filled(self, first: int, last: int) -> None:
+        """Records first .. last - 1 were written in place, whole."""
+        for arrived_E in self._arrived.values():
+            arrived_E[first:last] = True
+
     def fill_random(self, seed: int, std: float = 0.02) -> None:
         """See `ExpertStore.fill_random`."""
         device = self._quantize_on
