@@ -107,11 +107,10 @@ class Engine:
         self.vocab_size = self.spec.vocab_size
         self._sharing = share_experts(self.spec, self.config.parallel, self.group, self.device)
         self._sizes = self._share_of_sizes()
-        offloaded = self.config.offload.moe_expert_offload
-        if offloaded:
+        if self.config.offload.moe_expert_offload:
             self._size_cache()
         self._check_memory()
-        self._offload = self._make_offload() if offloaded else None
+        self._offload = self._make_offload() if self.config.offload.moe_expert_offload else None
         self.decoder = self._make_decoder()
         if self.config.model.dummy_weight:
             fill_dummy_weights(self.decoder, seed=0)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def size_cache(
     config: EngineConfig, sizes: ModelSizes, device_budget: int | None
 ) -> tuple[EngineConfig, list[Decision]]:
-    """The configuration with a number for --moe-expert-cache-size, and why.
+    """The configuration with a number for --moe-expert-cache-size, and why; without offload if every expert gets a slot.
 
     config: resolved. device_budget: bytes the engine may allocate on its CUDA device, None on a CPU, where slots are only a
     second place in the same memory. Raises ValueError for a model without experts, DoesNotFit where not one slot a layer is
@@ -48,17 +48,22 @@ def size_cache(
             "--moe-expert-offload: this model has no experts; leave it out (`minisgl plan` says what fits)"
         )
     asked, everything = config.offload.num_slots, sizes.num_experts
-    if asked is not None and asked <= everything:
-        slots, reason = asked, ""
-    elif asked is not None:
-        slots, reason = everything, f"the model has {everything} experts a layer, so {asked} would be empty"
+    if asked is not None:
+        slots, reason = min(asked, everything), ""
     elif device_budget is None:
         slots = min(everything, max(2 * sizes.top_k, everything // 4))
         reason = "a quarter of the experts, at least 2 x top-k: on a CPU it saves no memory"
     else:
         slots = _slots_that_fit(config, sizes, device_budget)
         reason = f"what {device_budget / GIB:.1f} GiB leave beside everything else"
-    if slots < min(2 * sizes.top_k, everything):
+    if slots == everything:
+        unused = dataclasses.replace(
+            config.offload, moe_expert_offload=False, moe_expert_cache_size="auto", moe_offload_mode="auto"
+        )
+        reason = f"all {everything} experts of a layer fit on the device: they stay there, and none is copied"
+        decision = Decision("--moe-expert-offload", "off", reason)
+        return dataclasses.replace(config, offload=unused), [decision]
+    if slots < 2 * sizes.top_k:
         logger.warning(
             "%d slots a layer are fewer than 2 x top-k (%d): experts will leave before they are used again; give more with "
             "--moe-expert-cache-size, or quantize with --moe-expert-quantization",

@@ -46,7 +46,6 @@ def test_auto_fills_what_memory_leaves() -> None:
     assert ledger.line("experts") == slots * record * 48
     assert ledger.line("experts on the host") == 128 * record * 48
     assert decisions[0].value == str(slots)
-    assert size_cache(config, SIZES, 80 * GIB)[0].offload.num_slots == 128
 
 
 def test_a_shorter_context_leaves_more_slots() -> None:
@@ -66,6 +65,14 @@ def test_explicit_slots_leave_the_kv_cache_to_memory() -> None:
     assert config.cache.max_total_tokens is None
     sized, decisions = size_cache(config, SIZES, 12 * GIB)
     assert (sized.offload.num_slots, decisions) == (16, [])
+
+
+@pytest.mark.parametrize("options", [{"moe_expert_cache_size": 128}, {"moe_expert_cache_size": 500}, {}])
+def test_a_slot_for_every_expert_needs_no_offload(options: dict[str, int]) -> None:
+    sized, decisions = size_cache(request(**options), SIZES, 80 * GIB)
+    assert not sized.offload.moe_expert_offload
+    assert (decisions[0].flag, decisions[0].value) == ("--moe-expert-offload", "off")
+    sized.validate()
 
 
 def test_no_room_for_one_slot() -> None:

@@ -139,7 +139,8 @@ class HostMemory:
         records_EB = torch.frombuffer(memory, dtype=torch.uint8).view(num_records, record_bytes)
         most = num_records if pin_at_most is None else min(pin_at_most, num_records)
         num_pinned = min(most, self.budget // record_bytes)
-        if num_pinned and not self._pin(records_EB.data_ptr(), num_pinned * record_bytes, memory):
+        whole_pages = -(-num_pinned * record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if num_pinned and not self._pin(records_EB.data_ptr(), whole_pages, memory):
             num_pinned = 0
         return HostRecords(records_EB, num_pinned)
 
