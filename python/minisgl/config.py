@@ -30,6 +30,7 @@ class ModelConfig:
     )
     model_source: str = flag("huggingface", "hub that an id refers to", choices=("huggingface", "modelscope"))
     revision: str | None = flag(None, "branch, tag or commit of a hub model")
+    offline: bool = flag(False, "use what is in the hub's cache, and never the network")
     dtype: str = flag(
         "auto",
         "type of weights and activations; auto follows the checkpoint (float32 on a CPU)",

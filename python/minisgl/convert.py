@@ -26,7 +26,7 @@ from minisgl.models.experts import expert_shape
 from minisgl.models.registry import resolve_model
 from minisgl.models.spec import ModelSpec
 
-MODEL_FLAGS = ("model", "model_source", "revision")
+MODEL_FLAGS = ("model", "model_source", "revision", "offline")
 EXPERT_FLAGS = ("moe_expert_quantization", "moe_quantization_group_size", "device")
 
 
@@ -37,7 +37,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", action="store_true", help="verify every checksum of --out, or without it of --model"
     )
     fields = {item.name: item for _, item in iter_flags(EngineConfig)}
-    add_flags(parser, [fields[name] for name in MODEL_FLAGS if name in fields], "model")
+    add_flags(parser, [fields[name] for name in MODEL_FLAGS], "model")
     add_flags(parser, [fields[name] for name in EXPERT_FLAGS], "experts")
 
 
@@ -54,7 +54,7 @@ def run_convert(args: argparse.Namespace) -> int:
         **{name: given[name] for name in (*MODEL_FLAGS, *EXPERT_FLAGS) if name in given}
     )
     notes, model = Console(stderr=True), config.model
-    folder = resolve_model(model.model, model.model_source, model.revision)
+    folder = resolve_model(model.model, model.model_source, model.revision, offline=model.offline)
     if args.out is not None:
         out = Path(args.out).expanduser()
         _convert(config, folder, out, notes)

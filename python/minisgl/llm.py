@@ -100,7 +100,11 @@ class LLM:
         requested = EngineConfig.from_kwargs(model=model, **options)
         name, source = requested.model.model, requested.model.model_source
         folder = resolve_model(
-            name, source, requested.model.revision, weights=not requested.model.dummy_weight
+            name,
+            source,
+            requested.model.revision,
+            weights=not requested.model.dummy_weight,
+            offline=requested.model.offline,
         )
         self.engine = Engine(requested, folder, record_routing=record_routing)
         if self.engine.ranks.is_follower:

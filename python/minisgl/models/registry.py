@@ -28,12 +28,18 @@ UNWANTED_PATTERNS = ["*/*", "consolidated*"]  # other formats in subfolders, and
 
 
 def resolve_model(
-    model: str, source: str = "huggingface", revision: str | None = None, *, weights: bool = True
+    model: str,
+    source: str = "huggingface",
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    offline: bool = False,
 ) -> Path:
     """The local folder of a model.
 
     model: a folder (`~` is expanded), "demo", "smollm2", or a hub id such as "Qwen/Qwen3-30B-A3B". source: "huggingface" or
     "modelscope". revision: branch, tag or commit of a hub model. weights: False fetches configuration and tokenizer only.
+    offline: take what earlier calls fetched, and never the network.
     Raises ValueError, with the remedy, for anything that is none of these or can't be fetched.
     """
     if model in _BUNDLED:
@@ -49,7 +55,8 @@ def resolve_model(
         )
     if source not in _HUBS:
         raise ValueError(f"unknown model source {source!r}: use one of {', '.join(_HUBS)}")
-    return Path(_HUBS[source](model, revision, TEXT_PATTERNS + (WEIGHT_PATTERNS if weights else [])))
+    patterns = TEXT_PATTERNS + (WEIGHT_PATTERNS if weights else [])
+    return Path(_HUBS[source](model, revision, patterns, offline))
 
 
 def _demo() -> Path:
@@ -58,10 +65,14 @@ def _demo() -> Path:
     return DEMO_FOLDER
 
 
-def _from_hugging_face(model: str, revision: str | None, patterns: list[str]) -> str:
+def _from_hugging_face(model: str, revision: str | None, patterns: list[str], offline: bool) -> str:
     try:
         return snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED_PATTERNS
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=UNWANTED_PATTERNS,
+            local_files_only=offline,
         )
     except GatedRepoError as error:
         raise ValueError(
@@ -77,26 +88,41 @@ def _from_hugging_face(model: str, revision: str | None, patterns: list[str]) ->
             f"{model} has no revision {revision!r}: use a branch, tag or commit of it"
         ) from error
     except Exception as error:  # of the network, of which there are many kinds: all mean the same to the user
+        if offline:
+            raise ValueError(_not_cached(model, revision)) from error
         raise ValueError(
             f"can't fetch {model!r} from Hugging Face, and it is neither a folder nor in the cache: check the network (or "
             f"set HF_ENDPOINT to a mirror), or give a local folder. {_first_line(error)}"
         ) from error
 
 
-def _from_modelscope(model: str, revision: str | None, patterns: list[str]) -> str:
+def _from_modelscope(model: str, revision: str | None, patterns: list[str], offline: bool) -> str:
     try:
         modelscope = importlib.import_module("modelscope")  # an optional package that nothing else needs
     except ImportError as error:
         raise ValueError("models from ModelScope need its package: pip install modelscope") from error
     try:
         return modelscope.snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=UNWANTED_PATTERNS
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=UNWANTED_PATTERNS,
+            local_files_only=offline,
         )
     except Exception as error:  # as above
+        if offline:
+            raise ValueError(_not_cached(model, revision)) from error
         raise ValueError(
             f"can't fetch {model!r} from ModelScope: check the id and the network, or give a local folder. "
             f"{_first_line(error)}"
         ) from error
+
+
+def _not_cached(model: str, revision: str | None) -> str:
+    at = f" at {revision}" if revision else ""
+    return (
+        f"--offline: {model}{at} is not in the cache, whole: leave out --offline once, or give a local folder"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -105,7 +131,7 @@ def _first_line(error: Exception) -> str:
 
 
 _BUNDLED: dict[str, Callable[[], Path]] = {"demo": _demo, "smollm2": ensure_smollm2}
-_HUBS: dict[str, Callable[[str, str | None, list[str]], str]] = {
+_HUBS: dict[str, Callable[[str, str | None, list[str], bool], str]] = {
     "huggingface": _from_hugging_face,
     "modelscope": _from_modelscope,
 }

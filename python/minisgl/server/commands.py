@@ -101,7 +101,7 @@ def serve_model(
     watch_experts: feed the expert map of the page at /; see `ModelEngine`.
     """
     model = engine.model
-    folder = str(resolve_model(model.model, model.model_source, model.revision))
+    folder = str(resolve_model(model.model, model.model_source, model.revision, offline=model.offline))
     if follow_launcher(engine, Path(folder)):
         return 0
     name = model.model.rstrip("/") or folder

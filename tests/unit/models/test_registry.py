@@ -65,6 +65,9 @@ def test_hugging_face_gets_what_is_needed(tmp_path, monkeypatch):
     assert "*.safetensors" in with_weights["allow_patterns"]
     assert "*.safetensors" not in without["allow_patterns"]
     assert "*.json" in without["allow_patterns"]
+    assert not with_weights["local_files_only"]
+    resolve_model("owner/name", offline=True)
+    assert calls[-1][1]["local_files_only"]
 
 
 def _http(kind):
@@ -92,6 +95,17 @@ def test_hub_errors_name_the_remedy(monkeypatch, error, message):
     monkeypatch.setattr(registry, "snapshot_download", fail)
     with pytest.raises(ValueError, match=message):
         resolve_model("owner/name", revision="v9")
+
+
+def test_offline_says_so(monkeypatch):
+    def fail(model, **options):
+        raise LocalEntryNotFoundError("not cached")
+
+    monkeypatch.setattr(registry, "snapshot_download", fail)
+    with pytest.raises(
+        ValueError, match=r"--offline: owner/name at v9 is not in the cache, whole: leave out"
+    ):
+        resolve_model("owner/name", revision="v9", offline=True)
 
 
 def test_modelscope(tmp_path, monkeypatch):
