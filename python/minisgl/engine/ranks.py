@@ -49,7 +49,6 @@ class Setup:
 
     config: EngineConfig
     folder: str
-    record_routing: bool
 
 
 class Ranks:
@@ -77,6 +76,9 @@ class Ranks:
         """Around what touches other ranks: an error inside ends all of them, and becomes EngineLost that names the culprit."""
         yield
 
+    def check(self) -> None:
+        """Raise EngineLost if another rank has failed meanwhile. Costs nothing: a thread does the watching."""
+
     def close(self) -> None:
         """End the other ranks. May be called again."""
 
@@ -94,7 +96,7 @@ class ConnectedRanks(Ranks):
         if dist.is_initialized():
             raise ValueError("this process is part of a group of ranks already: close the other LLM first")
         super().__init__(config)
-        self.place, self._children = place, list(children)
+        self.place, self.children = place, list(children)
         self.is_follower = place.rank > 0
         self._failure: str | None = None
         self._closed = False
@@ -134,7 +136,7 @@ class ConnectedRanks(Ranks):
         deadline = time.monotonic() + timeout.total_seconds()
         self._store.add(where, 1)
         while int(self._store.add(where, 0)) < self.place.size:
-            self._check()
+            self.check()
             if time.monotonic() > deadline:
                 raise EngineLost(f"not all of {self.place.size} ranks started within {timeout}")
             time.sleep(0.02)
@@ -175,9 +177,9 @@ class ConnectedRanks(Ranks):
             culprit = self._blame(error)
             self._kill_children()
             raise EngineLost(culprit) from error
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if self._failure is not None:
             raise EngineLost(self._failure)
 
@@ -211,13 +213,13 @@ class ConnectedRanks(Ranks):
             self._tensors.abort()
 
     def _dead_child(self) -> str | None:
-        for rank, child in enumerate(self._children, start=1):
+        for rank, child in enumerate(self.children, start=1):
             if child.poll() is not None:
                 return f"rank {rank} has died: exit code {child.returncode}"
         return None
 
     def _kill_children(self) -> None:
-        for child in self._children:
+        for child in self.children:
             child.kill()
 
     def close(self) -> None:
@@ -228,7 +230,7 @@ class ConnectedRanks(Ranks):
         if self._failure is None and not self.is_follower:
             with contextlib.suppress(Exception):
                 self._broadcast(np.zeros(0, dtype=np.int64), _STOP)
-        end_children(self._children)
+        end_children(self.children)
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs is noticed by the others: every rank beats once a second, and a thread of each looks at all.
+"""A rank that dies or hangs is noticed by the others: every rank beats twice a second, and a thread of each looks at all.
 
 Beats live in the torch.distributed store that the ranks met at. The thread has a connection of its own, since a store is
 busy while somebody waits at it. What is noticed: a rank that says why it failed (at once), a process that is gone or stopped
@@ -40,6 +40,7 @@ class Watch:
         self._stopped = threading.Event()
         self._watcher = store.clone()
         self._watcher.set_timeout(timedelta(seconds=SILENCE_S))
+        self._watcher.set(f"beat/{rank}", "0 0")  # here, so that whoever has joined has beaten at least once
         self._thread = threading.Thread(target=self._run, name="minisgl-watch", daemon=True)
         self._thread.start()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
+from minisgl.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.ranks import ConnectedRanks, received_setup
 from minisgl.engine.step import EngineLost
@@ -28,6 +29,17 @@ def follow(engine: Engine) -> None:
     engine.close()
 
 
+def follow_launcher(config: EngineConfig, folder: Path) -> bool:
+    """For commands of which rank 0 alone does the work: if a launcher started this process as a rank above 0 of --tp, follow
+    rank 0 to its end and return True.
+    """
+    place = Rendezvous.from_environment()
+    if place is None or place.rank == 0 or config.parallel.tensor_parallel_size == 1:
+        return False
+    follow(Engine(config, folder))
+    return True
+
+
 def main() -> int:
     """Entry point of a child rank; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
@@ -39,7 +51,7 @@ def main() -> int:
     ranks = ConnectedRanks(place, store, setup.config)
     try:
         with ranks.guard():
-            follow(Engine(setup.config, Path(setup.folder), setup.record_routing, ranks))
+            follow(Engine(setup.config, Path(setup.folder), ranks=ranks))
     except EngineLost as error:
         print(f"minisgl: rank {place.rank} ends: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # not past exit handlers, which may wait for a rank that is gone
