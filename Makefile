@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export TRITON_DEFAULT_FP_FUSION ?= 1
 PYTEST := $(PY) -m pytest
 
-.PHONY: setup demo test check bench test-gpu clean
+.PHONY: setup demo test check bench test-clients test-gpu clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,13 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) benchmark/engine.py --model demo
+
+# Client libraries that nobody here wrote, in an environment of their own (some pull in a great deal).
+test-clients: $(STAMP)
+	test -d $(VENV)/clients || $(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/pip install --quiet --requirement tests/clients/requirements.txt
+	npm install --silent --prefix $(VENV)/clients openai
+	$(VENV)/clients/bin/python -m pytest tests/clients --confcutdir=tests/clients
 
 # On a machine with a CUDA GPU; prints a reason for every skip elsewhere.
 test-gpu: $(STAMP)
