@@ -1,0 +1,364 @@
+"""Experts in host memory: time of a decode step and of a prompt, beside what the link allows. Random weights of a real shape.
+
+    python benchmark/offload.py --format fp8 --slots 8,30,60 --routing random,local           decode, one row a combination
+    python benchmark/offload.py --format int4 --slots auto --gpu-memory-limit 12 --routing local --prefill 8,64,256,8192
+    python benchmark/offload.py --overlap forked,serial --slots 30 --routing local             compare ways to overlap
+
+Routing is forced where a backend decides it (`backend.route`), so the model runs as always, its CUDA graphs too. For every row:
+
+    bound = step without experts + sum over layers of max(experts when resident, missed bytes / link)
+
+since a layer must end before the next begins; the three parts are measured in the same run (`--no-resident` where not all
+experts fit on the device: then only the link's part is shown). Misses are those of the definition in `moe/store/planning.py`
+on the same routing, so a cache that keeps the wrong experts shows. Appends a JSON line to benchmark/results/offload.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from engine import SHAPES
+from minisgl import LLM, SamplingParams
+from minisgl.core import Request
+from minisgl.moe.store import CacheCounters, ExpertStore, ResidentStore, StagedStore
+from minisgl.moe.store.device_cache import DeviceStore, Serial
+from minisgl.moe.store.pinned import HostRecords
+from minisgl.moe.store.planning import SlotTable, place_step
+from minisgl.moe.store.records import ExpertRecords
+from record import append_record, event_ms
+from routing.forced import ForcedBackend, ForcedRouting, one_layer_of_random_weights
+from routing.synthetic import make_routing
+
+TINY = {
+    **SHAPES["qwen3-30b-a3b"],
+    **{
+        "hidden_size": 64,
+        "moe_intermediate_size": 64,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16},
+    "num_experts_per_tok": 4,
+}
+WARM_STEPS = 24
+
+
+class Bench:
+    """One model with one expert format; `use` gives its layers other stores around the same host records."""
+
+    def __init__(self, args: argparse.Namespace, weight_format: str, batch: int) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="offload-"))
+        shape = dict(TINY if args.shape == "tiny" else SHAPES[args.shape])
+        if args.layers:
+            shape["num_hidden_layers"] = args.layers
+        (folder / "config.json").write_text(json.dumps(shape))
+        options: dict[str, Any] = {"max_total_tokens": args.kv_tokens}
+        if args.gpu_memory_limit:
+            total = torch.cuda.get_device_properties(0).total_memory
+            options["memory_ratio"] = min(1.0, args.gpu_memory_limit * 2**30 / total)
+        auto = args.slots == "auto"
+        with one_layer_of_random_weights():
+            self.llm = LLM(
+                str(folder),
+                dummy_weight=True,
+                moe_expert_offload=True,
+                moe_offload_mode=args.mode,
+                moe_expert_cache_size="auto" if auto else max(int(s) for s in args.slots.split(",")),
+                moe_expert_quantization=weight_format,
+                moe_quantization_group_size=32 if args.shape == "tiny" else 128,
+                max_running_requests=max(batch, 1),
+                max_prefill_length=args.max_prefill_length,
+                cache_type="naive",
+                **options,
+            )
+        engine = self.llm.engine
+        if engine._offload is None:
+            raise SystemExit("every expert fits on the device: give fewer --slots or a --gpu-memory-limit")
+        self.engine, self.device, self.mode = engine, engine.device, engine._offload.mode
+        self.layers = list(engine.decoder.moe_layers().values())
+        moe = engine.spec.moe
+        assert moe is not None
+        self.num_experts, self.top_k, self.batch = moe.num_experts, moe.rule.top_k, batch
+        self.offloaded: list[Any] = [layer.store for layer in self.layers]
+        self.record_bytes = self.offloaded[0].layout.nbytes
+        self.forced = ForcedRouting(len(self.layers), batch, self.top_k, self.device)
+        for index, layer in enumerate(self.layers):
+            layer.backend = ForcedBackend(layer.backend, self.forced, index)
+
+    @property
+    def slots(self) -> int:
+        return self.offloaded[0].num_slots
+
+    def use(self, make: Callable[[ExpertRecords], ExpertStore]) -> None:
+        """New stores for all layers, made from the records; and new graphs, since those hold the stores' memory."""
+        self.engine._graphs = None
+        for layer in self.layers:
+            layer.store = None  # type: ignore[assignment]
+        gc.collect()
+        made = [make(store) for store in self.offloaded]
+        for layer, store in zip(self.layers, made):
+            layer.store = store
+        for one, following in pairwise(made):
+            if isinstance(one, DeviceStore) and isinstance(following, DeviceStore):
+                one.following = following
+        if not isinstance(made[0], ResidentStore):
+            self.offloaded = made
+        with torch.inference_mode():
+            self.engine._graphs = self.engine._make_graphs()
+
+    def cached(self, num_slots: int, overlap: str) -> Callable[[ExpertRecords], ExpertStore]:
+        """What `use` takes, for a cache of so many slots a layer."""
+        shared = self.engine._offload
+        assert shared is not None
+
+        def make(old: ExpertRecords) -> ExpertStore:
+            pinned = self.num_experts if self.mode == "device" else 0
+            host = HostRecords(old.records_EB, pinned)
+            if self.mode == "staged":
+                return StagedStore(host, old.shape, old.format, num_slots, self.device, shared._copies)
+            way = Serial() if overlap == "serial" else shared._overlap
+            transient = shared._transient_slots
+            return DeviceStore(
+                host, old.shape, old.format, num_slots, self.top_k, self.device, transient, way
+            )
+
+        return make
+
+    def resident(self, old: ExpertRecords) -> ExpertStore:
+        """What `use` takes, for all experts on the device."""
+        store = ResidentStore(self.num_experts, old.shape, old.format, self.device)
+        store.records_EB.copy_(old.records_EB)
+        return store
+
+    def counters(self) -> CacheCounters:
+        counted = [layer.store.counters() for layer in self.layers]
+        return sum((c for c in counted if c is not None), CacheCounters())
+
+    def prompt(self, num_tokens: int) -> dict[str, Any]:
+        """Seconds until the first token of one prompt, and what it fetched."""
+        ids = tuple(
+            np.random.default_rng(num_tokens).integers(0, self.engine.vocab_size, num_tokens).tolist()
+        )
+        before = self.counters()
+        start = time.perf_counter()
+        self.llm.generate([list(ids)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        seconds, done = time.perf_counter() - start, self.counters() - before
+        return {"tokens": num_tokens, "s": seconds, "bytes": done.num_bytes, "hit_rate": done.hit_rate}
+
+    def decode(self, ids_NLTK: np.ndarray, context: int) -> dict[str, Any]:
+        """Milliseconds a step, over all steps after WARM_STEPS, of `batch` requests with `context` tokens before them."""
+        steps = torch.from_numpy(ids_NLTK).to(self.device)
+        params = SamplingParams(temperature=0, max_tokens=len(steps) + 8, ignore_eos=True)
+        rng = np.random.default_rng(0)
+        scheduler, names = (
+            self.llm.scheduler,
+            [f"offload-{time.monotonic_ns()}-{i}" for i in range(self.batch)],
+        )
+        for name in names:
+            prompt = tuple(rng.integers(0, self.engine.vocab_size, context).tolist())
+            scheduler.add(Request(name, prompt, params))
+        started: set[str] = set()
+        while len(started) < self.batch:
+            started |= {o.request_id for o in scheduler.step() if o.token_id is not None}
+        for step, ids_LTK in enumerate(steps):
+            if step == WARM_STEPS:
+                self._synchronize()
+                before, start = self.counters(), time.perf_counter()
+            self.forced.ids_LTK.copy_(ids_LTK)
+            scheduler.step()
+        self._synchronize()
+        seconds, done = time.perf_counter() - start, self.counters() - before
+        for name in names:
+            scheduler.abort(name)
+        while scheduler.has_work:
+            scheduler.step()
+        timed = len(steps) - WARM_STEPS
+        return {"ms": seconds / timed * 1e3, "hit_rate": done.hit_rate, "bytes": done.num_bytes / timed}
+
+    def experts_ms(self) -> float:
+        """Milliseconds of all MoE layers of a step, one after the other, as a graph. With resident stores."""
+        x_TD = torch.randn(
+            self.batch, self.engine.spec.model_dim, device=self.device, dtype=self.engine.dtype
+        )
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode():
+            for layer in self.layers:
+                layer(x_TD)
+            with torch.cuda.graph(graph):
+                for layer in self.layers:
+                    layer(x_TD)
+        return event_ms(graph.replay)
+
+    def link_bytes_per_s(self) -> float:
+        """Of the copy engine, from these very records."""
+        source = self.offloaded[0].records_EB
+        target = torch.empty_like(source, device=self.device)
+        return source.nbytes / event_ms(lambda: target.copy_(source, non_blocking=True), repeats=8) * 1e3
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def expected_misses(ids_NLTK: np.ndarray, num_experts: int, num_slots: int) -> np.ndarray:
+    """[steps after WARM_STEPS, layers]: experts fetched according to the definition."""
+    tables = [SlotTable(num_experts, num_slots) for _ in range(ids_NLTK.shape[1])]
+    misses = np.zeros(ids_NLTK.shape[:2], dtype=np.int64)
+    for step, ids_LTK in enumerate(ids_NLTK):
+        for layer, table in enumerate(tables):
+            waves = place_step(table, Counter(ids_LTK[layer].reshape(-1).tolist()), step + 1)
+            misses[step, layer] = sum(len(wave.loads) for wave in waves)
+    return misses[WARM_STEPS:]
+
+
+def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    deadline = time.monotonic() + args.time_limit
+    for weight_format in args.format.split(","):
+        start = time.perf_counter()
+        bench = Bench(args, weight_format, args.batch)
+        console.print(
+            f"{weight_format}: loaded in {time.perf_counter() - start:.1f} s, {bench.mode}, {bench.slots} slots"
+        )
+        on_cuda = bench.device.type == "cuda"
+        link = bench.link_bytes_per_s() if on_cuda else None
+        slots = [bench.slots] if args.slots == "auto" else [int(s) for s in args.slots.split(",")]
+        parts: dict[str, float] = {}
+        num_tokens = (args.steps + WARM_STEPS) * args.batch
+        shape = (len(bench.layers), bench.num_experts, bench.top_k)
+        routings = {}
+        for kind in args.routing.split(","):
+            ids_NLK = make_routing(kind, num_tokens, *shape)
+            ids_NLTK = ids_NLK.reshape(-1, args.batch, shape[0], shape[2]).swapaxes(1, 2)
+            routings[kind] = np.ascontiguousarray(ids_NLTK)
+        if on_cuda and args.resident:
+            bench.use(bench.resident)
+            parts = {
+                "experts_ms": bench.experts_ms(),
+                "resident_ms": bench.decode(next(iter(routings.values())), args.context)["ms"],
+            }
+            console.print(
+                f"resident: {parts['resident_ms']:.2f} ms a step, experts alone {parts['experts_ms']:.2f}"
+            )
+        for num_slots in slots:
+            for overlap in args.overlap.split(","):
+                bench.use(bench.cached(num_slots, overlap))
+                for kind, ids_NLTK in routings.items():
+                    if time.monotonic() > deadline:
+                        console.print("[yellow]time limit: the rest is left out[/]")
+                        return rows
+                    row = {"format": weight_format, "slots": num_slots, "overlap": overlap, "routing": kind}
+                    row |= {"batch": args.batch, **parts, **bench.decode(ids_NLTK, args.context)}
+                    misses = expected_misses(ids_NLTK, bench.num_experts, num_slots)
+                    row["expected_bytes"] = float(misses.sum(1).mean()) * bench.record_bytes
+                    row["link_bytes_per_s"] = link
+                    if link:
+                        link_ms = misses * bench.record_bytes / link * 1e3
+                        resident = parts.get("experts_ms", 0.0) / shape[0]
+                        rest = parts.get("resident_ms", 0.0) - parts.get("experts_ms", 0.0)
+                        row["bound_ms"] = rest + float(np.maximum(link_ms, resident).sum(1).mean())
+                    rows.append(row)
+                    show_decode(row, console, header=len(rows) == 1)
+                prompts = [int(n) for n in args.prefill.split(",") if n]
+                for num_tokens in prompts:
+                    bench.prompt(num_tokens)  # kernels compile at their first call
+                    row = {
+                        "format": weight_format,
+                        "slots": num_slots,
+                        "overlap": overlap,
+                        **bench.prompt(num_tokens),
+                    }
+                    row["link_bytes_per_s"] = link
+                    rows.append(row)
+                    rate = row["bytes"] / row["s"] / 1e9
+                    console.print(
+                        f"prompt of {num_tokens}: {row['s']:.3f} s, {row['bytes'] / 1e9:.2f} GB, {rate:.1f} GB/s"
+                    )
+        bench.llm.close()
+        del bench
+        gc.collect()
+    return rows
+
+
+HEAD = "format    slots  overlap      routing batch  ms/step   hits   GB/s    bound  x"
+
+
+def show_decode(row: dict[str, Any], console: Console, header: bool) -> None:
+    bound = row.get("bound_ms")
+    if header:
+        console.print(HEAD, style="bold", highlight=False)
+    line = f"{row['format']:9} {row['slots']:5} {row['overlap']:>8} {row['routing']:>12} {row['batch']:5} {row['ms']:8.2f} "
+    line += f"{row['hit_rate']:6.1%} {row['bytes'] / row['ms'] / 1e6:6.1f} "
+    console.print(line + (f"{bound:8.2f} {row['ms'] / bound:.2f}" if bound else ""), highlight=False)
+    if not np.isclose(row["bytes"], row["expected_bytes"], rtol=0.05):
+        console.print(
+            f"[red]fetched {row['bytes']:.3e} B a step, the definition says {row['expected_bytes']:.3e}[/]"
+        )
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    """Milliseconds a step beside the bound, one pair of bars a row."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if "ms" in row]
+    names = [f"{row['format']} {row['slots']}\n{row['routing']}\n{row['overlap']}" for row in rows]
+    at = np.arange(len(rows))
+    figure, axes = plt.subplots(figsize=(1 + 1.2 * len(rows), 4))
+    axes.bar(at - 0.2, [row["ms"] for row in rows], 0.4, label="measured")
+    axes.bar(at + 0.2, [row.get("bound_ms", 0.0) for row in rows], 0.4, label="bound")
+    axes.set_xticks(at, names)
+    axes.set_ylabel("ms a step")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help="qwen3-30b-a3b, or tiny (a CPU can run it)")
+    parser.add_argument("--layers", type=int, help="fewer layers than the real shape has")
+    parser.add_argument("--format", default="fp8", help="expert formats, comma separated")
+    parser.add_argument("--slots", default="8,16,32,49,64", help="slots a layer, comma separated, or auto")
+    parser.add_argument(
+        "--routing", default="random,local", help="random, local, hits=P@S or a trace, comma separated"
+    )
+    parser.add_argument("--mode", default="auto", choices=("auto", "device", "staged"))
+    parser.add_argument("--overlap", default="forked", help="forked, serial (device mode), comma separated")
+    parser.add_argument("--batch", type=int, default=1, help="requests that decode together")
+    parser.add_argument("--context", type=int, default=1024, help="tokens before the measured ones")
+    parser.add_argument("--steps", type=int, default=64, help="measured steps")
+    parser.add_argument("--prefill", default="", help="prompt lengths to measure, comma separated")
+    parser.add_argument("--max-prefill-length", type=int, default=8192)
+    parser.add_argument("--kv-tokens", type=int, default=32768)
+    parser.add_argument("--gpu-memory-limit", type=float, help="GiB the engine may use")
+    parser.add_argument(
+        "--no-resident", dest="resident", action="store_false", help="don't measure all experts resident"
+    )
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no new row begins")
+    parser.add_argument("--plot", metavar="FILE", help="draw the rows")
+    args = parser.parse_args()
+    console = Console(width=140)
+    rows = measure(args, console)
+    append_record("offload", {"case": vars(args), "rows": rows})
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
