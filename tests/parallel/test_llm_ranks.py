@@ -34,7 +34,7 @@ class Oracle:
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp("model")
     model = make_model(folder, "qwen3_moe", max_position_embeddings=4096)
-    prompts = make_prompts([1, 17, 40])
+    prompts = make_prompts([1, 17, 20])
     return Oracle(str(folder), prompts, [greedy(model, prompt, NUM_TOKENS) for prompt in prompts])
 
 
