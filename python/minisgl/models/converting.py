@@ -33,7 +33,7 @@ from minisgl.models.checkpoints.converted import (
     layout_table,
     read_manifest,
 )
-from minisgl.models.checkpoints.files import DTYPES, read_table, some
+from minisgl.models.checkpoints.files import DTYPES, some
 from minisgl.models.checkpoints.placing import Changes, put_experts, read_dense, read_experts
 from minisgl.models.checkpoints.readahead import read_ahead
 from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
@@ -158,11 +158,13 @@ def _write(plan: Plan, folder: Path, advance: Callable[[int], object]) -> Manife
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """sha256 over config.json and the header of every file: tells one source from another without reading its weights."""
+    """sha256 over config.json and every tensor's file, place, shape and type: tells sources apart without reading weights."""
     digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
-    for file in sorted({piece.file for weight in checkpoint.weights for piece in weight.pieces.values()}):
-        table, start, size = read_table(file)
-        digest.update(json.dumps([file.name, start, size, table], sort_keys=True).encode())
+    for piece in sorted(
+        (piece for weight in checkpoint.weights for piece in weight.pieces.values()),
+        key=lambda piece: (piece.file, piece.start),
+    ):
+        digest.update(repr((piece.file.name, piece.name, piece.start, piece.shape, piece.dtype)).encode())
     return digest.hexdigest()
 
 

@@ -3,7 +3,9 @@
 files.py        tensors on disk, read without mapping them         readahead.py   threads that read ahead
 base.py         Stored, Encoding: the contract                     placing.py     from stored weights to their places
 recognise.py    config.json and tensor names -> weights
-fp8_block.py gptq.py awq.py compressed_tensors.py mxfp4.py         one encoding each; integers.py is what three share
+converted.py    the engine's own checkpoint
+
+fp8_block.py gptq.py awq.py compressed_tensors.py mxfp4.py gguf.py: an encoding each; integers.py is what four of them share
 """
 
 from minisgl.models.checkpoints.base import Encoding, ExpertChoice, Stored

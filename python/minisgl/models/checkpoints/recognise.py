@@ -15,6 +15,7 @@ from minisgl.models.checkpoints.compressed_tensors import read_groups
 from minisgl.models.checkpoints.converted import DENSE, Manifest, read_manifest
 from minisgl.models.checkpoints.files import file_headers, read_headers
 from minisgl.models.checkpoints.fp8_block import Fp8Encoding
+from minisgl.models.checkpoints.gguf import gguf_files, read_gguf
 from minisgl.models.checkpoints.gptq import GptqEncoding
 from minisgl.models.checkpoints.mxfp4 import Mxfp4Encoding
 from minisgl.moe.base import ExpertShape
@@ -35,8 +36,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read every header of `folder`. ValueError for a damaged folder, or an encoding that isn't served."""
     if (manifest := read_manifest(folder)) is not None:
         return Checkpoint(folder, tuple(collect(file_headers(folder / DENSE), ())), manifest)
+    if is_gguf(folder):
+        return Checkpoint(folder, tuple(read_gguf(folder)))
     encodings = find_encodings(read_quantization(folder))
     return Checkpoint(folder, tuple(collect(read_headers(folder), encodings)))
+
+
+def is_gguf(folder: Path) -> bool:
+    """Whether the weights of a folder are in GGUF files: safetensors go first."""
+    return not any(folder.glob("*.safetensors")) and bool(gguf_files(folder))
 
 
 def read_quantization(folder: Path) -> Mapping[str, Any] | None:
@@ -75,16 +83,17 @@ def stored_experts(folder: Path, shape: ExpertShape) -> ExpertChoice | None:
     """
     if (manifest := read_manifest(folder)) is not None:
         return manifest.choice
-    encodings = find_encodings(read_quantization(folder))
-    if not encodings:
-        return None
-    if not any(folder.glob("*.safetensors")):
-        return encodings[0].expert_choice(shape)
+    if not is_gguf(folder):
+        encodings = find_encodings(read_quantization(folder))
+        if not encodings:
+            return None
+        if not any(folder.glob("*.safetensors")):
+            return encodings[0].expert_choice(shape)
     experts = [weight for weight in open_checkpoint(folder).weights if ".experts." in weight.name]
     if not experts:
         return None
     (encoding, _), *_ = Counter(weight.encoding for weight in experts).most_common(1)
-    return encoding.expert_choice(shape) if encoding is not None else None
+    return None if encoding is None else encoding.expert_choice(shape)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
