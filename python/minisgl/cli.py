@@ -51,6 +51,12 @@ COMMANDS = {
     "plan": Command(
         "minisgl.planner", "add_plan_arguments", "run_plan", "will it fit, how fast, which flags"
     ),
+    "plan-experts": Command(
+        "minisgl.planner.experts",
+        "add_plan_experts_arguments",
+        "run_plan_experts",
+        "spread experts over GPUs by a recorded trace",
+    ),
     "env": Command(
         "minisgl.planner", "add_env_arguments", "run_env", "what this machine is, for bug reports"
     ),
