@@ -4,8 +4,8 @@ Which routed experts are in a slot, which are not, whose slot the missing ones t
 Nothing waits for the host, so a CUDA graph can hold it. `store.planning.place_step` is the definition in plain Python.
 
 One program, because every decision needs all the others: E experts and S slots are one value a thread. Its threads exchange
-what they know through small arrays in global memory, with a barrier after each; the order of victims is a rank (how many slots
-score lower), since a sort would take many more barriers.
+what they know through small arrays in global memory, with a barrier after each write, and before one that overwrites what
+every thread reads. The order of victims is a rank (how many slots score lower), since a sort would take many more barriers.
 """
 
 import triton
@@ -55,12 +55,14 @@ def place_kernel(
             counts += tl.histogram(tl.where(ids < 0, EXPERTS - 1, ids), EXPERTS)
         needed = inside & (counts > 0)
         now = tl.load(clock) + 1
+        uses = tl.load(uses_E + e, mask=needed, other=0)
+        tl.debug_barrier()  # every thread has read what one of them overwrites
         tl.store(clock, now)
         tl.store(last_use_E + e, now, mask=needed)
-        uses = tl.load(uses_E + e, mask=needed, other=0)
         tl.store(uses_E + e, uses + counts, mask=needed)
     else:
         needed = tl.load(kind_E + e, mask=inside, other=0) == PENDING
+        tl.debug_barrier()
 
     # 2. Who has a slot, and who of the others gets one now.
     slot_e = tl.load(slot_of_E + e, mask=inside, other=-1)

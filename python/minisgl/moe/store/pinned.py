@@ -132,10 +132,7 @@ class HostMemory:
 
     def allocate(self, num_records: int, record_bytes: int, pin_at_most: int | None = None) -> HostRecords:
         """Records with undefined contents; as many of the first ones pinned as the budget allows, at most pin_at_most."""
-        memory = mmap.mmap(-1, num_records * record_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages says so; nothing is lost
-                memory.madvise(mmap.MADV_HUGEPAGE)  # pinning walks the pages one by one: fewer are faster
+        memory = _map(num_records * record_bytes)
         records_EB = torch.frombuffer(memory, dtype=torch.uint8).view(num_records, record_bytes)
         most = num_records if pin_at_most is None else min(pin_at_most, num_records)
         num_pinned = min(most, self.budget // record_bytes)
@@ -160,6 +157,18 @@ class HostMemory:
         self._ranges[address] = (num_bytes, memory)
         self.budget -= num_bytes
         return True
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    """Private memory on whole pages, in huge ones where the system has them."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    # Python's default, shared memory, is never huge and counts as shared with whoever is forked.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages says so; nothing is lost
+            memory.madvise(mmap.MADV_HUGEPAGE)  # pinning walks the pages one by one: fewer are faster
+    return memory
 
 
 def _unpin_all(pinning: Pinning | None, ranges: dict[int, tuple[int, mmap.mmap]]) -> None:
