@@ -118,6 +118,20 @@ def test_groups_finer_than_ours_are_no_record(tmp_path: Path) -> None:
     assert isinstance(reason, str) and "groups of 16" in reason
 
 
+@pytest.mark.parametrize(("group_size", "cols", "wanted"), [(128, 192, 64), (64, 96, 32), (96, 192, 32)])
+def test_odd_groups_and_a_short_last_one(tmp_path: Path, group_size: int, cols: int, wanted: int) -> None:
+    encode, config = gptq_encoder(group_size, symmetric=False), gptq_config(group_size, symmetric=False)
+    weight, pieces, meant = stored(tmp_path, encode, config, (64, cols))
+    assert weight.encoding is not None
+    assert torch.equal(weight.encoding.dequantize(pieces), meant)
+    choice = weight.encoding.expert_choice(ExpertShape(model_dim=cols, hidden_dim=64))
+    assert choice.group_size == wanted
+    target = get_format(choice.name, group_size=wanted)
+    parts = weight.encoding.parts(pieces, target, "up")
+    assert isinstance(parts, dict), parts
+    assert torch.equal(target.dequantize("up", {f"up{s}": t for s, t in parts.items()}), meant)
+
+
 def test_zero_points_of_a_model_that_calls_itself_symmetric(tmp_path: Path) -> None:
     weight, pieces, _ = stored(tmp_path, gptq_encoder(32, symmetric=False), gptq_config(32))
     assert weight.encoding is not None

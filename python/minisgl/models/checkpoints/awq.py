@@ -62,18 +62,17 @@ class AwqEncoding(Encoding):
         return shape
 
     def parts(self, pieces: Pieces, target: ExpertFormat, part: str) -> dict[str, torch.Tensor] | str:
-        return _codes(pieces).parts(target)
+        return self._codes(pieces).parts(target)
 
     def dequantize(self, pieces: Pieces, part: str = "") -> torch.Tensor:
-        return _codes(pieces).dequantize()
+        return self._codes(pieces).dequantize()
 
     def expert_choice(self, shape: ExpertShape) -> ExpertChoice:
         return integer_choice(BITS, self.group_size, self.symmetric, shape)
 
-
-def _codes(pieces: Pieces) -> Codes:
-    codes_NK, zero_NG = (_unpack(pieces[role]).T.contiguous() for role in ("codes", "zeros"))
-    return Codes(BITS, codes_NK, pieces["scale"].T.float().contiguous(), zero_NG)
+    def _codes(self, pieces: Pieces) -> Codes:
+        codes_NK, zero_NG = (_unpack(pieces[role]).T.contiguous() for role in ("codes", "zeros"))
+        return Codes(BITS, codes_NK, pieces["scale"].T.float().contiguous(), self.group_size, zero_NG)
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

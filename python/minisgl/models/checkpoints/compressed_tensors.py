@@ -115,7 +115,7 @@ class PackedEncoding(Encoding):
             places = torch.arange(codes_NK.shape[1], device=group_of_K.device) // max(self.group_size, 1)
             if self.group_size < 1 or torch.equal(group_of_K, places):
                 group_of_K = None
-        return Codes(self.bits, codes_NK, pieces["scale"].float(), zero_NG, group_of_K)
+        return Codes(self.bits, codes_NK, pieces["scale"].float(), self.group_size, zero_NG, group_of_K)
 
 
 class Int8Encoding(Encoding):
@@ -148,7 +148,7 @@ class Int8Encoding(Encoding):
         codes_NK, scale = pieces["codes"], pieces["scale"].float()
         if scale.ndim < 2:  # one number for the whole tensor
             scale = scale.reshape(1, 1).expand(len(codes_NK), 1)
-        return Codes(8, (codes_NK.to(torch.int16) + 128).to(torch.uint8), scale)
+        return Codes(8, (codes_NK.to(torch.int16) + 128).to(torch.uint8), scale, self.group_size)
 
 
 class PackedMxfp4Encoding(Mxfp4Encoding):

@@ -60,7 +60,7 @@ class GgufEncoding(Encoding):
         if self.kind == "Q4_0":
             blocks = pieces["codes"].unflatten(-1, (-1, self.block_bytes))
             scale_NG = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-            return Codes(4, _nibbles(blocks[..., 2:]), scale_NG.float()).parts(target)
+            return Codes(4, _nibbles(blocks[..., 2:]), scale_NG.float(), self.block_size).parts(target)
         if self.kind == "MXFP4" and isinstance(target, Mxfp4Format):
             blocks = pieces["codes"].unflatten(-1, (-1, self.block_bytes))
             return {"": pack_nibbles(_nibbles(blocks[..., 1:])), "_scale": blocks[..., 0].contiguous()}

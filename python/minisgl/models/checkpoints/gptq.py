@@ -83,7 +83,14 @@ class GptqEncoding(Encoding):
         largest = (1 << self.bits) - 1
         zero_GN = (zero_GN + self.zero_offset) & largest  # uint8: an 8-bit 255 wraps to 0 by itself
         scale_NG = pieces["scale"].T.float().contiguous()
-        return Codes(self.bits, codes_NK, scale_NG, zero_GN.T.contiguous(), self._order(pieces, codes_NK))
+        return Codes(
+            self.bits,
+            codes_NK,
+            scale_NG,
+            self.group_size,
+            zero_GN.T.contiguous(),
+            self._order(pieces, codes_NK),
+        )
 
     def _order(self, pieces: Pieces, codes_NK: torch.Tensor) -> torch.Tensor | None:
         """g_idx where it says something. ValueError if it names groups that don't exist."""

@@ -23,12 +23,14 @@ from minisgl.moe.formats.packing import pack_nibbles
 class Codes:
     """codes_NK uint8 [N, K] of 4 or 8 bits, scale_NG float32 and zero_NG uint8 [N, G]; zero None: the middle of the codes.
 
-    group_of_K int64 [K]: the group of every column where that is not its place (act-order), else None.
+    group_size: columns that share a scale, the last group may have fewer; -1 for a whole row. group_of_K int64 [K]: the
+    group of every column where that is not its place (act-order), else None.
     """
 
     bits: int
     codes_NK: torch.Tensor
     scale_NG: torch.Tensor
+    group_size: int
     zero_NG: torch.Tensor | None = None
     group_of_K: torch.Tensor | None = None
 
@@ -36,12 +38,16 @@ class Codes:
     def middle(self) -> int:
         return 1 << (self.bits - 1)
 
+    @property
+    def columns(self) -> int:
+        """Columns of a group that isn't the last."""
+        return self.group_size if self.group_size > 0 else self.codes_NK.shape[-1]
+
     def dequantize(self) -> torch.Tensor:
         """float32 [N, K]."""
-        num_cols, num_groups = self.codes_NK.shape[-1], self.scale_NG.shape[-1]
         group_of_K = self.group_of_K
         if group_of_K is None:
-            group_of_K = torch.arange(num_cols, device=self.codes_NK.device) // -(-num_cols // num_groups)
+            group_of_K = torch.arange(self.codes_NK.shape[-1], device=self.codes_NK.device) // self.columns
         zero_NK = self.middle if self.zero_NG is None else self.zero_NG.float()[:, group_of_K]
         return (self.codes_NK.float() - zero_NK) * self.scale_NG.float()[:, group_of_K]
 
@@ -56,18 +62,18 @@ class Codes:
         return f"{self.bits}-bit codes are not {target.name}"
 
     def _int4(self, target: Int4Format) -> dict[str, torch.Tensor] | str:
-        num_cols, num_groups = self.codes_NK.shape[-1], self.scale_NG.shape[-1]
-        group = num_cols // num_groups
-        if num_cols % num_groups or group % target.group_size:
-            return f"groups of {-(-num_cols // num_groups)} are no multiple of {target.group_size}"
-        repeat, zero_NG = group // target.group_size, self.zero_NG
-        parts = {"": pack_nibbles(self.codes_NK), "_scale": _repeated(self.scale_NG.float(), repeat)}
+        if self.columns % target.group_size:
+            return f"groups of {self.columns} are no multiple of {target.group_size}"
+        repeat, zero_NG = self.columns // target.group_size, self.zero_NG
+        num_groups = self.codes_NK.shape[-1] // target.group_size
+        scale_NG = _repeated(self.scale_NG.float(), repeat, num_groups)
+        parts = {"": pack_nibbles(self.codes_NK), "_scale": scale_NG}
         if target.symmetric:
             uneven = zero_NG is not None and not bool((zero_NG == SYMMETRIC_ZERO).all())
             return "its zero points are not all 8" if uneven else parts
         if zero_NG is None:
             zero_NG = torch.full_like(self.scale_NG, SYMMETRIC_ZERO, dtype=torch.uint8)
-        return {**parts, "_zero": _repeated(zero_NG, repeat)}
+        return {**parts, "_zero": _repeated(zero_NG, repeat, num_groups)}
 
     def _int8(self) -> dict[str, torch.Tensor] | str:
         if self.scale_NG.shape[-1] != 1:
@@ -78,8 +84,8 @@ class Codes:
         return {"": codes_NK, "_scale": self.scale_NG[..., 0].float()}
 
 
-def _repeated(values_NG: torch.Tensor, times: int) -> torch.Tensor:
-    return values_NG.repeat_interleave(times, dim=-1) if times > 1 else values_NG
+def _repeated(values_NG: torch.Tensor, times: int, num_groups: int) -> torch.Tensor:
+    return values_NG.repeat_interleave(times, dim=-1)[..., :num_groups] if times > 1 else values_NG
 
 
 def unpack_words(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
