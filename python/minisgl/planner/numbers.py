@@ -68,8 +68,7 @@ class ModelNumbers:
 def read_numbers(config: Config) -> ModelNumbers:
     """Sizes of the model that this config.json dictionary describes. ValueError for missing fields and impossible numbers."""
     architecture = (config.get("architectures") or ["(unnamed)"])[0]
-    quantization = (config.get("quantization_config") or {}).get("quant_method")
-    stored = _STORED_FORMATS.get(quantization, quantization) if quantization else None
+    stored = _stored_format(config.get("quantization_config") or {})
     for key in EXPERT_KEYS:
         if config.get(key) == 0:
             raise ValueError(f"config.json: {key} is 0; a model without experts leaves the key out")
@@ -88,6 +87,15 @@ def read_numbers(config: Config) -> ModelNumbers:
         tuple(unknown),
         stored,
     )
+
+
+def _stored_format(quantization: Config) -> str | None:
+    method = quantization.get("quant_method")
+    if method == "compressed-tensors":
+        kinds = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+        known = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "fp8", (4, "float"): "mxfp4"}
+        return next((known.get((kind.get("num_bits"), kind.get("type")), method) for kind in kinds), method)
+    return _STORED_FORMATS.get(method, method) if method else None
 
 
 def _tolerant_sizes(config: Config, unknown: list[str]) -> ModelSizes:

@@ -156,7 +156,8 @@ class _Builder:
 
     def candidates(self, weight_format: str) -> list[Candidate]:
         """Resident on the device, with caches of several sizes, and on the CPU."""
-        options = {"moe_expert_quantization": weight_format} if weight_format != "none" else {}
+        by_itself = ("none", self.numbers.stored_format)  # what the engine takes when it is not told
+        options = {"moe_expert_quantization": weight_format} if weight_format not in by_itself else {}
         device, out = self.request.given.get("device", "auto"), []
         if self.machine.gpu and device != "cpu":
             resident = self._best_step(options, None)
@@ -203,6 +204,7 @@ class _Builder:
             has_bf16=capability >= (8, 0),
             checkpoint_dtype=str(self.numbers.dtype).removeprefix("torch."),
             context_length=self.numbers.sizes.context_length,
+            expert_format=self.numbers.stored_format if self.numbers.stored_format in PRECISION else "none",
         )
         given = {name: value for name, value in request.given.items() if name != "tensor_parallel_size"}
         config, _ = resolve(EngineConfig.from_kwargs(**{**given, **options, "model": request.model}), facts)

@@ -120,6 +120,9 @@ def test_quirks_of_the_cache() -> None:
     assert sum(n > 0 for n in following.kv_elements_L) == 12 and following.state_elements > 0
     assert read_numbers(configs.DEEPSEEK_V3).stored_format == "fp8_block"
     assert read_numbers(configs.GPT_OSS_20B).stored_format == "mxfp4"
+    group = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+    packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    assert read_numbers({**configs.OLMOE_1B_7B, "quantization_config": packed}).stored_format == "int4"
     assert (
         read_numbers({**configs.OLMOE_1B_7B, "quantization_config": {"quant_method": "vptq"}}).stored_format
         == "vptq"
