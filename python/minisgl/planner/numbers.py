@@ -92,9 +92,10 @@ def read_numbers(config: Config) -> ModelNumbers:
 def _stored_format(quantization: Config) -> str | None:
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
-        kinds = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
         known = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "fp8", (4, "float"): "mxfp4"}
-        return next((known.get((kind.get("num_bits"), kind.get("type")), method) for kind in kinds), method)
+        for group in (quantization.get("config_groups") or {}).values():
+            weights: Config = group.get("weights") or {}
+            return known.get((weights.get("num_bits", 0), weights.get("type", "int")), method)
     return _STORED_FORMATS.get(method, method) if method else None
 
 
