@@ -69,10 +69,17 @@ def show(path: Path) -> None:
     trace = np.load(path)
     ids, num_experts = trace["ids"], int(trace["num_experts"])
     top_k = ids.shape[2]
-    slots = sorted({max(1, round(num_experts * share)) for share in (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1)})
+    slots = sorted(
+        {
+            max(1, round(num_experts * share))
+            for share in (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1)
+        }
+    )
     rng = np.random.default_rng(0)
     uniform = np.argsort(rng.random((ids.shape[0], num_experts)), axis=1)[:, None, :top_k]
-    table = Table(title=f"LRU hit rate, {ids.shape[0]} tokens, {num_experts} experts, top-{top_k}", title_justify="left")
+    table = Table(
+        title=f"LRU hit rate, {ids.shape[0]} tokens, {num_experts} experts, top-{top_k}", title_justify="left"
+    )
     table.add_column("layer")
     for s in slots:
         table.add_column(f"{s} slots", justify="right")
@@ -80,13 +87,19 @@ def show(path: Path) -> None:
     for layer, row in zip(trace["layers"], rates):
         table.add_row(str(layer), *(f"{value:.1%}" for value in row))
     table.add_row("mean", *(f"{value:.1%}" for value in rates.mean(axis=0)), style="bold")
-    table.add_row("uniform", *(f"{value:.1%}" for value in hit_rates(uniform, num_experts, slots)[0]), style="dim")
+    table.add_row(
+        "uniform", *(f"{value:.1%}" for value in hit_rates(uniform, num_experts, slots)[0]), style="dim"
+    )
     Console().print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", nargs="?", type=Path, default=HERE / "demo_trace.npz", help="trace to show, or to write")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "trace", nargs="?", type=Path, default=HERE / "demo_trace.npz", help="trace to show, or to write"
+    )
     parser.add_argument("--record", action="store_true", help="run the model and write the trace first")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--text", type=Path, default=TEXT)

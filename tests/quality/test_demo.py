@@ -47,7 +47,9 @@ def perplexity(quantization: str) -> float:
 
 def test_held_out_perplexity_equals_transformers() -> None:
     assert len(HELD_OUT.read_bytes()) >= 20_000
-    model = Qwen3MoeForCausalLM.from_pretrained(resolve_model("demo", "huggingface", None), dtype=torch.float32).eval()
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        resolve_model("demo", "huggingface", None), dtype=torch.float32
+    ).eval()
     logprobs = []
     with torch.inference_mode():
         for window in windows():

