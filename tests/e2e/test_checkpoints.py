@@ -67,6 +67,11 @@ def quantized(folder: Path, case: str, name: str = "qwen3_moe", **changes) -> Pr
     make_model(folder, name, **{**SIZES, **changes})
     plain_config = (folder / "config.json").read_text()
     meant = quantize_folder(folder, *CASES[case]())
+    return reference_model(folder, meant, plain_config)
+
+
+def reference_model(folder: Path, meant: dict[str, torch.Tensor], plain_config: str) -> PreTrainedModel:
+    """transformers' model with these weights."""
     reference = folder / "meant"
     reference.mkdir()
     save_file(meant, reference / SINGLE, metadata={"format": "pt"})
@@ -172,6 +177,37 @@ def test_act_order_is_quantized_anew(tmp_path: Path, caplog) -> None:
     (record,) = caplog.records
     assert "quantized anew as int4, because its columns are grouped in another order" in record.getMessage()
     assert logits_of(decoder).isfinite().all()
+
+
+def test_mxfp4_experts_in_one_tensor_a_layer(tmp_path: Path, caplog) -> None:
+    """The layout of gpt-oss's experts (rows of gate and up alternate), in a model that is served."""
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    model = make_model(tmp_path, "qwen3_moe", **SIZES)
+    tensors, generator = load_file(tmp_path / SINGLE), torch.Generator().manual_seed(7)
+    plain_config, meant = (tmp_path / "config.json").read_text(), {}
+    for layer in range(model.config.num_hidden_layers):
+        base = f"model.layers.{layer}.mlp.experts"
+        for name in [name for name in tensors if name.startswith(base)]:
+            del tensors[name]
+        for part, rows, cols in (("gate_up_proj", 128, 128), ("down_proj", 128, 64)):
+            blocks = torch.randint(0, 256, (8, rows, cols // 32, 16), generator=generator).byte()
+            scales = torch.randint(120, 125, (8, rows, cols // 32), generator=generator).byte()
+            tensors |= {f"{base}.{part}_blocks": blocks, f"{base}.{part}_scales": scales}
+            values = convert(blocks, scales, dtype=torch.float32).transpose(1, 2)
+            for expert, value in enumerate(values):
+                halves = (
+                    {"gate": value[::2], "up": value[1::2]} if part == "gate_up_proj" else {"down": value}
+                )
+                meant |= {f"{base}.{expert}.{n}_proj.weight": half.contiguous() for n, half in halves.items()}
+    save_file(tensors, tmp_path / SINGLE)
+    config = {**json.loads(plain_config), "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dense = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    reference = reference_model(tmp_path, {**dense, **meant}, plain_config)
+    with caplog.at_level(logging.WARNING):
+        found = logits_of(load(tmp_path))
+    assert not caplog.records
+    torch.testing.assert_close(found, expected_logits(reference), rtol=1e-4, atol=1e-3)
 
 
 def test_pieces_in_different_files(tmp_path: Path) -> None:

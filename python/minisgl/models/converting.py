@@ -34,7 +34,7 @@ from minisgl.models.checkpoints.converted import (
     read_manifest,
 )
 from minisgl.models.checkpoints.files import DTYPES, some
-from minisgl.models.checkpoints.placing import Changes, put_experts, read_dense, read_experts
+from minisgl.models.checkpoints.placing import Changes, put_expert, read_dense, read_expert_weight
 from minisgl.models.checkpoints.readahead import read_ahead
 from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
 from minisgl.models.decoder import Decoder
@@ -195,7 +195,7 @@ def _quantized_layers(
     def read(job: Job) -> Pieces:
         weight, target = job
         with naming(weight):
-            pieces = read_experts(weight, target.part, target.expert, shard)
+            pieces = read_expert_weight(weight, target.part, shard)
         return {role: piece.to(plan.device) for role, piece in pieces.items()}
 
     done = []
@@ -203,8 +203,9 @@ def _quantized_layers(
     for layer, group in itertools.groupby(ahead, key=lambda item: item[0][1].layer):
         records = ExpertRecords(moe.num_experts, shape, weight_format, plan.device, memory_EB)
         for (weight, target), pieces in group:
+            assert target.expert is not None
             with naming(weight):
-                put_experts(records, shard, (target.part, target.expert), weight, pieces, changes)
+                put_expert(records, shard, (target.part, target.expert), weight, pieces, changes)
             advance(weight.num_bytes)
         if gaps := records.missing():
             raise ValueError(

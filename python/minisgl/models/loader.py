@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.models.checkpoints.base import Pieces, Stored
 from minisgl.models.checkpoints.converted import load_records
 from minisgl.models.checkpoints.files import Damaged, some
-from minisgl.models.checkpoints.placing import Changes, put_dense, put_experts, read_dense, read_experts
+from minisgl.models.checkpoints.placing import Changes, put_dense, put_expert, read_dense, read_expert_weight
 from minisgl.models.checkpoints.readahead import read_ahead
 from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
 from minisgl.models.decoder import Decoder
 from minisgl.models.family import TOP_NAMES
 from minisgl.models.spec import ModelSpec
+from minisgl.moe.store.shard import ExpertShard
 from minisgl.parallel import Shard
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ Work = list[tuple[Stored, Target]]
 def match_weights(checkpoint: Checkpoint, decoder: Decoder) -> Work:
     """Pair every weight on disk with its target, and check shapes, types and completeness of everything but experts.
 
-    Experts of other ranks are left out. In the order of the disk.
+    Experts of other ranks are left out, and each of the others is a job of its own. In the order of the disk.
     """
     folder, names = checkpoint.folder, NameMap(decoder.spec)
     places, shards = decoder.places(), decoder.shards()
@@ -197,14 +198,26 @@ def match_weights(checkpoint: Checkpoint, decoder: Decoder) -> Work:
                     "do config.json and weights belong together?"
                 )
             seen.add(target.place)
-        elif target.expert is not None and layers[target.layer].shard.is_elsewhere(target.expert):
-            continue
-        work.append((weight, target))
+            work.append((weight, target))
+        else:
+            work += _of_this_rank(weight, target, layers[target.layer].shard)
     if absent := [f"{names.checkpoint_name(p)} {list(places[p].shape)}" for p in places if p not in seen]:
         raise ValueError(f"{folder} lacks {some(absent)}; fetch the model again")
     if unknown:
         logger.warning("%s: ignored %d unknown tensors: %s", folder, len(unknown), some(unknown))
     return sorted(work, key=lambda item: (item[0].file, item[0].first.start))
+
+
+def _of_this_rank(weight: Stored, target: Target, shard: ExpertShard) -> Work:
+    """Nothing for another rank's expert; a weight that holds all experts as one an expert, so that they can stream."""
+    if target.expert is not None:
+        return [] if shard.is_elsewhere(target.expert) else [(weight, target)]
+    if any(header.shape[:1] != (shard.num_experts,) for header in weight.pieces.values()):
+        raise ValueError(
+            f"{weight.name} in {weight.file}: expected a leading dim of {shard.num_experts} experts, found shape "
+            f"{list(weight.shape)}"
+        )
+    return [(weight.of_expert(expert), replace(target, expert=expert)) for expert in shard.experts]
 
 
 def _checkpoint_shape(place: torch.Tensor, part: tuple[int, Shard] | None) -> tuple[int, ...]:
@@ -230,7 +243,7 @@ class Placer:
             return read_dense(weight, self._shards.get(target.place))
         layer = self._layers[target.layer]
         with naming(weight):
-            pieces = read_experts(weight, target.part, target.expert, layer.shard)
+            pieces = read_expert_weight(weight, target.part, layer.shard)
         return {role: piece.to(layer.store.device) for role, piece in pieces.items()}
 
     def put(self, weight: Stored, target: Target, pieces: Pieces) -> None:
@@ -239,8 +252,9 @@ class Placer:
             if target.place is not None:
                 put_dense(self._places[target.place], self._shards.get(target.place), weight, pieces)
             else:
+                assert target.expert is not None
                 layer, where = self._layers[target.layer], (target.part, target.expert)
-                put_experts(layer.store, layer.shard, where, weight, pieces, self.changes)
+                put_expert(layer.store, layer.shard, where, weight, pieces, self.changes)
 
 
 @contextmanager

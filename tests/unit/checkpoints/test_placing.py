@@ -10,7 +10,13 @@ from safetensors.torch import save_file
 
 from minisgl.models.checkpoints.base import collect
 from minisgl.models.checkpoints.files import read_headers
-from minisgl.models.checkpoints.placing import Changes, put_dense, put_experts, read_dense, read_experts
+from minisgl.models.checkpoints.placing import (
+    Changes,
+    put_dense,
+    put_expert,
+    read_dense,
+    read_expert_weight,
+)
 from minisgl.models.checkpoints.recognise import find_encodings
 from minisgl.moe.base import ExpertShape
 from minisgl.moe.formats import get_format
@@ -46,8 +52,8 @@ def filled(weights, shard: ExpertShard, weight_format, changes: Changes) -> Resi
     for weight in weights:
         number, part, _ = weight.name.split(".")
         if not shard.is_elsewhere(int(number)):
-            pieces = read_experts(weight, part, int(number), shard)
-            put_experts(store, shard, (part, int(number)), weight, pieces, changes)
+            pieces = read_expert_weight(weight, part, shard)
+            put_expert(store, shard, (part, int(number)), weight, pieces, changes)
     assert not store.missing()
     return store
 

@@ -87,6 +87,11 @@ class Stored:
     def first(self) -> Header:
         return next(iter(self.pieces.values()))
 
+    def of_expert(self, expert: int) -> Stored:
+        """One expert's part of a weight that holds all of them, with a leading dim in every piece."""
+        pieces = {role: header.row(expert) for role, header in self.pieces.items()}
+        return Stored(self.name, self.shape[1:], pieces, self.encoding)
+
     @property
     def num_bytes(self) -> int:
         return sum(header.num_bytes for header in self.pieces.values())

@@ -40,6 +40,11 @@ class Header:
     start: int = 0
     num_bytes: int = 0
 
+    def row(self, index: int) -> Header:
+        """Entry `index` of the leading dim, as a tensor of its own."""
+        size = self.num_bytes // self.shape[0]
+        return Header(self.file, self.name, self.shape[1:], self.dtype, self.start + index * size, size)
+
 
 class Damaged(ValueError):
     """A file that is not what it says it is."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +163,12 @@ def _stored(file: Path, tensor: Any, heads: Mapping[str, int]) -> Iterator[Store
     if kind not in PLAIN or num_heads:
         encoding = GgufEncoding(kind, block_size, block_bytes, num_heads)
     role = "weight" if encoding is None else "codes"
+    whole = Stored(name, shape, {role: header}, encoding)
     if not is_expert:
-        yield Stored(name, shape, {role: header}, encoding)
+        yield whole
         return
-    size = header.num_bytes // shape[0]
     for expert in range(shape[0]):
-        own = Header(file, tensor.name, header.shape[1:], header.dtype, header.start + expert * size, size)
-        yield Stored(name.format(expert), shape[1:], {role: own}, encoding)
+        yield replace(whole.of_expert(expert), name=name.format(expert))
 
 
 def _plain_name(name: str) -> tuple[str, str, bool]:

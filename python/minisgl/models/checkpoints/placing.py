@@ -80,35 +80,29 @@ def put_dense(place: torch.Tensor, part: tuple[int, Shard] | None, weight: Store
     place.copy_(tensor)
 
 
-def read_experts(weight: Stored, part: str, expert: int | None, shard: ExpertShard) -> Pieces:
-    """Pieces of one expert's weight, or with None of all in one tensor; of a plain one only this rank's part."""
+def read_expert_weight(weight: Stored, part: str, shard: ExpertShard) -> Pieces:
+    """Pieces of one expert's weight; of a plain one only this rank's part."""
     if weight.encoding is None:
-        return {"weight": read_expert(TensorView(weight.first), part, expert is None, shard)}
-    if expert is None and weight.shape[:1] != (shard.num_experts,):
-        raise ValueError(
-            f"expected a leading dim of {shard.num_experts} experts, found shape {list(weight.shape)}"
-        )
+        return {"weight": read_expert(TensorView(weight.first), part, False, shard)}
     return {role: read_tensor(header) for role, header in weight.pieces.items()}
 
 
-def put_experts(
+def put_expert(
     store: ExpertStore | ExpertRecords,
     shard: ExpertShard,
-    target: tuple[str, int | None],
+    target: tuple[str, int],
     weight: Stored,
     pieces: Pieces,
     changes: Changes,
 ) -> None:
-    """Hand what `read_experts` gave to a store. target: (part, global number of the expert or None for all)."""
+    """Hand what `read_expert_weight` gave to a store. target: (part, global number of the expert)."""
     part, expert = target
     if weight.encoding is None:
-        store.sink(expert if expert is None else shard.local(expert), part, pieces["weight"])
+        store.sink(shard.local(expert), part, pieces["weight"])
         changes.num_quantized += not isinstance(store.format, NativeFormat)
         return
-    require_expert_shape(store, shard, part, weight.shape if expert is not None else weight.shape[1:])
-    for number in shard.experts if expert is None else [expert]:
-        own = {r: piece[number] for r, piece in pieces.items()} if expert is None else pieces
-        _put_encoded(store, shard, (part, number), weight.encoding, own, changes)
+    require_expert_shape(store, shard, part, weight.shape)
+    _put_encoded(store, shard, target, weight.encoding, pieces, changes)
 
 
 def require_expert_shape(
