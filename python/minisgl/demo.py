@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from minisgl.config import add_engine_flags
+from minisgl.config import add_engine_flags, engine_options
 from minisgl.core import SamplingParams
 from minisgl.engine.offload import cache_report
 from minisgl.generate import load
@@ -20,6 +22,7 @@ PROMPTS = (
     "Once upon a time, there was a little fox who",
     "The best way to learn something new is",
 )
+FRESH_PROMPT = "In a quiet village by the sea"  # not in the prefix cache of the model that wrote the above
 SHADES = " ░▒▓█"
 
 
@@ -30,7 +33,15 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
 def run_demo(args: argparse.Namespace) -> int:
     """Two completions, streamed; then speed, experts used per layer, and where to go from here."""
     console = Console()
-    show(load(args, console, default_model="demo", record_routing=True), console)
+    llm = load(args, console, default_model="demo", record_routing=True)
+    show(llm, console)
+    if not llm.config.offload.moe_expert_offload and llm.config.parallel.tensor_parallel_size == 1:
+        show_offload(llm, {"model": "demo", **engine_options(args)}, console)
+    console.print(
+        '\nNext: [bold]python -m minisgl generate --model PATH "your text"[/] with a model of your own, or\n'
+        "      [bold]--moe-expert-quantization int8[/] to see the same model with 8-bit experts.",
+        highlight=False,
+    )
     return 0
 
 
@@ -56,11 +67,25 @@ def show(llm: LLM, console: Console, max_tokens: int = 96) -> None:
         console.print(cache_report(total, llm.config.offload.num_slots), highlight=False)
     if llm.trace is not None and llm.trace.layers:
         _print_experts(llm.trace.counts(), llm.trace.layers, console)
-    console.print(
-        '\nNext: [bold]python -m minisgl generate --model PATH "your text"[/] with a model of your own, or\n'
-        "      [bold]--moe-expert-quantization int8[/] to see the same model with 8-bit experts.",
-        highlight=False,
-    )
+
+
+def show_offload(llm: LLM, options: Mapping[str, Any], console: Console) -> None:
+    """The same model with a quarter of its experts on the device: how often they were there, and whether the text is the same.
+
+    options: with which `llm` was loaded.
+    """
+    if llm.engine.spec.moe is None:
+        return
+    options = {**options, "num_pages": 128, "max_total_tokens": None}
+    slots = max(1, llm.engine.spec.moe.num_experts // 4)
+    offloaded = LLM(**options, moe_expert_offload=True, moe_expert_cache_size=slots)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    one, two = (model.generate(FRESH_PROMPT, params)[0] for model in (llm, offloaded))
+    total = sum(offloaded.expert_cache().values(), CacheCounters())
+    offloaded.close()
+    same = "the same text" if one.token_ids == two.token_ids else "[red]another text[/]"
+    console.print("\nExperts in host memory", style="italic", highlight=False)
+    console.print(f"{cache_report(total, slots)}: {same}", highlight=False)
 
 
 def _print_experts(counts_LE: np.ndarray, layers: list[int], console: Console) -> None:

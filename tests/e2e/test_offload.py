@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from minisgl import LLM, SamplingParams
+from minisgl.demo import show_offload
 from tests.e2e.model_factory import make_model, make_prompts
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 8, 2, 3
@@ -129,6 +132,14 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3")
     with pytest.raises(ValueError, match="no experts"):
         load(tmp_path, moe_expert_offload=True)
+
+
+def test_the_demo_shows_it() -> None:
+    console = Console(file=StringIO(), width=200)
+    show_offload(LLM("demo", device="cpu", num_pages=64), {"model": "demo", "device": "cpu"}, console)
+    assert isinstance(console.file, StringIO)
+    assert "8 slots a layer" in console.file.getvalue()
+    assert "the same text" in console.file.getvalue()
 
 
 def test_max_total_tokens_sizes_the_kv_cache(folder: Path) -> None:
