@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,11 +22,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import moe_cases
-from minisgl.moe.autotune import Records, Tuner, TuningCase, candidates
-from minisgl.moe.base import ExpertShape, Placement, Problem
+from minisgl.moe.autotune import Tuner, TuningCase
+from minisgl.moe.base import Placement, Problem
 from minisgl.moe.formats import get_format
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.kernels.precompile import CompilePool, CompileTask
+from minisgl.moe.records import Records
 from minisgl.moe.select import Choice, DeviceLimits
 from record import append_record, environment
 
@@ -75,7 +77,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--records", type=Path, default=Records.default_folder(), help="where tuned tiles go")
     options = parser.parse_args(arguments)
     if options.include_offload:
-        parser.error("--include-offload needs the offload store's own benchmark: python benchmark/offload.py")
+        parser.error(
+            "--include-offload: experts in host memory are measured by the offload benchmark, not by this one"
+        )
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device; the kernels' correctness is tested on CPU by `make test`")
     threshold = options.moe_small_m_threshold
@@ -92,26 +96,23 @@ def model_shape(text: str) -> moe_cases.ModelShape:
         raise SystemExit(f"--shape {text}: one of {', '.join(moe_cases.SHAPES)}, or E,K,D,F") from error
 
 
-def tune(options: argparse.Namespace, records: Records, case: moe_cases.LayerCase) -> None:
-    limits = DeviceLimits.of(case.x[0].device)
-    backend = FusedMoeBackend()
-    routing = backend.route(case.logits[0], case.rule)
-    tuner = Tuner(limits, records, most=options.most_candidates)
+def make_tuner(options: argparse.Namespace, records: Records, limits: DeviceLimits) -> Tuner:
+    """A tuner; with --compile-workers other processes compile what it is about to measure."""
+    if not options.compile_workers:
+        return Tuner(limits, records, most=options.most_candidates)
+    pool = CompilePool(limits.capability[0] * 10 + limits.capability[1], options.compile_workers)
+
+    def compile_ahead(problem: Problem, choices: Sequence[Choice]) -> None:
+        for future in pool.submit(CompileTask(problem, choice) for choice in choices):
+            future.result()
+
+    return Tuner(limits, records, most=options.most_candidates, compile_ahead=compile_ahead)
+
+
+def tune(tuner: Tuner, case: moe_cases.LayerCase) -> None:
+    routing = FusedMoeBackend().route(case.logits[0], case.rule)
     placement = Placement(case.slabs[0], routing.ids_TK)
     tuner.tune(TuningCase(case.problem, case.x[0], placement, routing.weights_TK))
-
-
-def compile_ahead(options: argparse.Namespace, problems: list[Problem], limits: DeviceLimits) -> None:
-    """Fill Triton's cache with every candidate, in worker processes."""
-    pool = CompilePool(limits.capability[0] * 10 + limits.capability[1], options.compile_workers)
-    waiting = []
-    for problem in problems:
-        for kernel, block_m, ups, downs in candidates(problem, limits, options.most_candidates):
-            pairs = [(ups[i % len(ups)], downs[i % len(downs)]) for i in range(max(len(ups), len(downs)))]
-            waiting += pool.submit(CompileTask(problem, Choice(kernel, block_m, *pair)) for pair in pairs)
-    for future in waiting:
-        future.result()
-    pool.close()
 
 
 def measure(
@@ -172,15 +173,8 @@ def run(options: argparse.Namespace) -> list[Result]:
     groups = {**GROUPS, "int4": options.int4_group}
     bandwidth = moe_cases.measured_bandwidth(device)
     print(f"{limits.name}, reads {bandwidth / 1e12:.2f} TB/s; {options.shape}, {options.routing} routing")
-    if options.include_autotune and options.compile_workers:
-        expert = ExpertShape(shape.model_dim, shape.hidden_dim)
-        problems = [
-            Problem(t, shape.top_k, shape.num_experts, expert, get_format(n).name, torch.bfloat16, "silu", groups.get(n, 0))
-            for n in names
-            for t in counts
-        ]  # fmt: skip
-        compile_ahead(options, problems, limits)
     records, results = Records(options.records), []
+    tuner = make_tuner(options, records, limits) if options.include_autotune else None
     print(
         f"{'format':10}{'T':>6}{'us':>10}{'error':>10}{'TB/s':>7}{'of meas.':>9}{'TFLOP/s':>9}  peers  kernel"
     )
@@ -190,8 +184,8 @@ def run(options: argparse.Namespace) -> list[Result]:
         slabs = [first]
         for num_tokens in counts:
             case = moe_cases.make_case(shape, num_tokens, [first], options.routing, group, num_tokens)
-            if options.include_autotune:
-                tune(options, records, case)
+            if tuner is not None:
+                tune(tuner, case)
             rotating = rotating_slabs(first, slabs, case.touched_bytes())
             case = moe_cases.make_case(shape, num_tokens, rotating, options.routing, group, num_tokens + 1)
             results.append(measure(options, records, case, bandwidth))

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
+from triton import knobs
 
+from minisgl.moe.autotune import Tuner, TuningCase
 from minisgl.moe.backend import PlainForward
 from minisgl.moe.base import ExpertShape, Placement, Problem, Routing, RoutingRule, apply_rule
 from minisgl.moe.kernels import launch, launch_direct
+from minisgl.moe.records import Records
 from minisgl.moe.select import (
     PACKED_FORMATS,
     Choice,
@@ -29,7 +31,7 @@ from minisgl.moe.select import (
     Threshold,
     select,
 )
-from minisgl.moe.workspace import FP8_FORMATS, Buffers, Workspace, max_blocks
+from minisgl.moe.workspace import FP8_FORMATS, Workspace, max_blocks
 
 NATIVE_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNEL_FORMATS = (*NATIVE_FORMATS, *FP8_FORMATS, *PACKED_FORMATS, "int8")
@@ -37,7 +39,7 @@ KERNEL_FORMATS = (*NATIVE_FORMATS, *FP8_FORMATS, *PACKED_FORMATS, "int8")
 
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter, on the CPU."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 class FusedMoeBackend(PlainForward):
@@ -45,7 +47,8 @@ class FusedMoeBackend(PlainForward):
 
     small_m_threshold: up to how many tokens the direct kernels are forced (0: never); "auto" chooses.
     workspace_cache: False allocates all intermediates anew at every step, for comparison.
-    records: measured choices of a problem, e.g. `autotune.Records.lookup`; None means heuristics only.
+    records: measured choices of a problem, or None for none; by default those shipped and those in the user's cache.
+    tuner: measures a bucket of tokens on the first step that has it, outside graph capture; None measures nothing.
     """
 
     name = "fused"
@@ -57,12 +60,14 @@ class FusedMoeBackend(PlainForward):
         small_m_threshold: Threshold = "auto",
         workspace_cache: bool = True,
         records: Callable[[Problem, DeviceLimits], Record | None] | None = None,
+        tuner: Tuner | None = None,
     ) -> None:
-        self.small_m_threshold, self.workspace_cache, self.records = (
-            small_m_threshold,
-            workspace_cache,
-            records,
-        )
+        self.small_m_threshold: Threshold = small_m_threshold
+        self.workspace_cache = workspace_cache
+        self.tuner = tuner
+        if records is None:
+            records = tuner.records.lookup if tuner else Records(Records.default_folder()).lookup
+        self.records = records
         self._workspaces: dict[torch.device, Workspace] = {}
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
 
@@ -104,15 +109,24 @@ class FusedMoeBackend(PlainForward):
 
     def begin(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> FusedStep:
         choice = self.choose(problem, x_TD.device)
-        return FusedStep(x_TD, routing, problem, choice, self.workspace(x_TD.device).claim(problem))
+        return FusedStep(self, x_TD, routing, problem, choice)
 
     def choose(self, problem: Problem, device: torch.device) -> Choice:
         key = (problem, device)
         if key not in self._choices:
             limits = DeviceLimits.of(device)
-            record = self.records(problem, limits) if self.records else None
-            self._choices[key] = select(problem, limits, record, self.small_m_threshold)
+            self._choices[key] = select(
+                problem, limits, self.records(problem, limits), self.small_m_threshold
+            )
         return self._choices[key]
+
+    def tune_if_wanted(
+        self, problem: Problem, x_TD: torch.Tensor, routing: Routing, placement: Placement
+    ) -> None:
+        """Measure this bucket on the routes at hand, for the steps after this one."""
+        if self.tuner is not None and self.tuner.wants(problem, placement.slots_TK):
+            self.tuner.tune(TuningCase(problem, x_TD, placement, routing.weights_TK))
+            self._choices.clear()
 
     def workspace(self, device: torch.device) -> Workspace:
         if device not in self._workspaces:
@@ -124,17 +138,18 @@ class FusedStep:
     """One layer call in flight; see `backend.MoeStep`."""
 
     def __init__(
-        self, x_TD: torch.Tensor, routing: Routing, problem: Problem, choice: Choice, buffers: Buffers
+        self, backend: FusedMoeBackend, x_TD: torch.Tensor, routing: Routing, problem: Problem, choice: Choice
     ) -> None:
         assert x_TD.shape == (problem.num_tokens, problem.shape.model_dim), "x_TD doesn't fit the problem"
         self.x_TD = x_TD if x_TD.is_contiguous() else x_TD.contiguous()
-        self.routing, self.problem, self.choice, self.buffers = routing, problem, choice, buffers
+        self.backend, self.routing, self.problem, self.choice = backend, routing, problem, choice
+        self.buffers = backend.workspace(x_TD.device).claim(problem)
         self.num_routes = routing.ids_TK.numel()
         self.weights_TK = routing.weights_TK.contiguous()
         self.y_TD = torch.empty_like(self.x_TD)
         self.num_waves, self.finished = 0, False
         rows_dtype = torch.float32 if choice.kernel == "direct" else problem.dtype
-        self.rows_RD = buffers.rows_RD(self.num_routes, problem.shape.model_dim, rows_dtype)
+        self.rows_RD = self.buffers.rows_RD(self.num_routes, problem.shape.model_dim, rows_dtype)
 
     def run(self, placement: Placement) -> None:
         slots_TK = placement.slots_TK
@@ -143,6 +158,8 @@ class FusedStep:
         assert slots_TK.dtype == torch.int32, "slots must be int32"
         if self.num_routes:
             contiguous = Placement(placement.slab, slots_TK.contiguous())
+            if self.num_waves == 0:
+                self.backend.tune_if_wanted(self.problem, self.x_TD, self.routing, contiguous)
             run = self._run_direct if self.choice.kernel == "direct" else self._run_grouped
             run(contiguous, only_wave=slots_TK is self.routing.ids_TK)
         self.num_waves += 1

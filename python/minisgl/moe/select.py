@@ -8,16 +8,18 @@ direct kernels win by having less to launch; above, rows that share a slot must 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from minisgl.moe.base import Problem
-from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
+from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m
 
 PACKED_FORMATS = ("int4", "mxfp4")
+BYTE_FORMATS = (*FP8_FORMATS, *PACKED_FORMATS, "int8")  # at most a byte a weight
 Threshold = int | Literal["auto"]
+Kernel = Literal["grouped", "direct"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Tiles:
     """Launch options of one GEMM.
 
     block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
-    kernel multiplies on the tensor cores. preload: K steps that the direct down kernel asks for ahead.
+    kernel multiplies on the tensor cores. preload: K steps that the direct down kernel asks for ahead. tiles_n:
+    column tiles a grouped program works on one after the other.
     """
 
     block_n: int
@@ -37,13 +40,14 @@ class Tiles:
     tma: bool = False
     wide: bool = False
     preload: int = 1
+    tiles_n: int = 1
 
 
 @dataclass(frozen=True)
 class Choice:
     """Kernels of one step. block_m is shared by both GEMMs, which work on the same aligned blocks."""
 
-    kernel: Literal["grouped", "direct"]
+    kernel: Kernel
     block_m: int
     gate_up: Tiles
     down: Tiles
@@ -102,12 +106,24 @@ def select(
     return grouped_heuristic(problem, limits)
 
 
-def _lookup(record: Record | None, tokens: int, kernel: str | None) -> Choice | None:
-    if not record:
+def _lookup(record: Record | None, tokens: int, kernel: Kernel | None) -> Choice | None:
+    """The choice of the nearest measured bucket: the next larger one, whose blocks fit more rows, else the largest."""
+    fitting = {
+        bucket: choice
+        for bucket, choice in (record or {}).items()
+        if (kernel is None or choice.kernel == kernel) and _allowed(choice, tokens)
+    }
+    if not fitting:
         return None
-    choice = record.get(next_power_of_two(tokens))
-    fits = choice is not None and (kernel is None or choice.kernel == kernel)
-    return choice if fits and choice.block_m <= largest_block_m(tokens) else None
+    larger = [bucket for bucket in fitting if bucket >= tokens]
+    return fitting[min(larger) if larger else max(fitting)]
+
+
+def _allowed(choice: Choice, tokens: int) -> bool:
+    """Direct kernels keep float32 rows, for which the workspace has room up to a number of tokens."""
+    if choice.kernel == "direct":
+        return tokens <= DIRECT_MAX_TOKENS
+    return choice.block_m <= largest_block_m(tokens)
 
 
 def direct_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
@@ -117,44 +133,73 @@ def direct_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
         tiles = Tiles(64, 128, 4, wide=problem.format in PACKED_FORMATS)
         return Choice("direct", 1, tiles, tiles)
     if problem.format in PACKED_FORMATS:
-        block_k = max(32, min(128, problem.group_size or 128)) if model_dim % 128 or hidden_dim % 128 else 128
-        up, down = Tiles(32, block_k, 4, 4, wide=True), Tiles(64, block_k, 4, 4, wide=True)
+        block_k = grouped_block_k(problem)
+        up, down = Tiles(64, block_k, 4, 3, wide=True), Tiles(128, block_k, 4, 3, wide=True)
     elif problem.format == "fp8_block":
         up, down = Tiles(16, 128, 4, 3), Tiles(8, 128, 4)
     else:
-        up = Tiles(8, _fit(model_dim, 512), 4, 2)
+        up = Tiles(4, _fit(model_dim, 512), 4)
         down = Tiles(4, _fit(hidden_dim, 256), 4)
     return Choice("direct", 1, up, down)
 
 
 def _fit(size: int, most: int) -> int:
-    """The largest power of two up to `most` that divides size, or covers most of it when none above 64 does."""
+    """The largest power of two from 128 up to `most` that divides size; 128, with a tail, if none does."""
     block = most
     while block > 128 and size % block:
         block //= 2
     return block
 
 
+# Tiles that won on an H200 at Qwen3-30B-A3B dims, by format and whether blocks are small (at most 32 rows) or large.
+_HOPPER = {
+    ("native", "small"): (Tiles(64, 128, 4, 4, swap=True), Tiles(128, 128, 4, 3, swap=True)),
+    ("fp8", "small"): (Tiles(64, 256, 4, 3, swap=True), Tiles(128, 128, 4, 4, swap=True)),
+    ("int8", "small"): (Tiles(64, 256, 4, 3), Tiles(64, 128, 4, 4, swap=True)),
+    ("int4", "small"): (Tiles(128, 128, 4, 4), Tiles(128, 128, 4, 3)),
+    ("native", "large"): (Tiles(128, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8)),
+    ("fp8", "large"): (Tiles(128, 128, 8, 3, 8), Tiles(128, 128, 8, 3, 8)),
+    ("int8", "large"): (Tiles(64, 64, 4, 4, 8, swap=True), Tiles(128, 64, 4, 4, 8, swap=True)),
+    ("int4", "large"): (Tiles(128, 64, 8, 3, 8, swap=True), Tiles(256, 64, 8, 3, 8, swap=True)),
+}
+
+
 def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
-    """Tiles of the grouped kernels, small enough for 99 KB of shared memory."""
+    """Tiles of the grouped kernels; elsewhere than on Hopper small enough for 99 KB of shared memory."""
     block_m = grouped_block_m(problem)
     if limits.name == "interpreter":
         tiles = Tiles(64, 64, 4)
         return Choice("grouped", block_m, tiles, tiles)
-    large = limits.shared_bytes > 160 * 1024
-    stages = 4 if large else 3
+    if limits.capability == (9, 0) and problem.dtype != torch.float32:
+        return _hopper_heuristic(problem, block_m)
     block_k = grouped_block_k(problem)
+    short_k = min(block_k, 64)
     if block_m <= 32:
-        up = Tiles(64, block_k, 4, stages)
-        down = Tiles(64, block_k, 4, stages)
+        narrow = 1 if problem.format in BYTE_FORMATS else 2
+        up, down = Tiles(64 // narrow, block_k, 4, 4), Tiles(128 // narrow, block_k, 4, 4)
     elif block_m == 64:
-        up = Tiles(64, min(block_k, 64), 4, stages)
-        down = Tiles(128, min(block_k, 64), 4, stages)
+        up, down = Tiles(64, short_k, 4, 3), Tiles(128, short_k, 4, 3)
     else:
-        wide = 128 if large else 64
-        up = Tiles(wide, min(block_k, 64), 8, stages - 1, group_m=8)
-        down = Tiles(128, min(block_k, 64), 8, stages - 1, group_m=8)
+        up, down = Tiles(64, short_k, 8, 3, 8), Tiles(128, short_k, 8, 3, 8)
     return Choice("grouped", block_m, up, down)
+
+
+def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:
+    kind = {"fp8_block": "fp8", "mxfp4": "int4"}.get(problem.format, problem.format)
+    kind = kind if kind in ("fp8", "int8", "int4") else "native"
+    if kind == "int4":
+        block_m = min(block_m, 64)  # unpacked weights and 128 rows don't fit the registers together
+    up, down = _HOPPER[kind, "small" if block_m <= 32 else "large"]
+    most = grouped_block_k(problem) if problem.format == "fp8_block" else 256
+    divides = [width for width in (32, 64, 128, 256) if width <= most]
+
+    def fitted(tiles: Tiles, size: int) -> Tiles:
+        widths = [width for width in divides if width <= tiles.block_k and size % width == 0]
+        return replace(tiles, block_k=max(widths, default=grouped_block_k(problem)))
+
+    return Choice(
+        "grouped", block_m, fitted(up, problem.shape.model_dim), fitted(down, problem.shape.hidden_dim)
+    )
 
 
 def grouped_block_m(problem: Problem) -> int:

@@ -8,6 +8,9 @@ alternate: one product instead of two reads the rows half as often from shared m
 the same thread, and the activation is applied to registers, so the [R, 2F] intermediate never exists.
 Activated rows stay in sorted order, so the second GEMM reads its rows contiguously.
 
+TILES_N: a program may own several column tiles. The two loops are flattened into one, so the loads of the next tile
+travel while this one's rows are stored, and filling the pipeline is paid once.
+
 TAIL: a slot's last block is on average half empty, and at 256 rows a slot that is a fifth of all arithmetic. A
 block whose rows fit half of BLOCK_M runs as such.
 """
@@ -43,8 +46,8 @@ def _gate_up_block(
     x_TD, x_scale_T, weights, scales, zeros, bias, activated_PF, amax_P, sorted_R, num_routes, slot, first, pid_n,
     stride_s, stride_scale_n, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, AMAX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    ASM: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
+    TMA: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 2 * BLOCK_N
     m = first + tl.arange(0, BLOCK_M)
@@ -52,42 +55,46 @@ def _gate_up_block(
     token = tl.where(route < num_routes, route // TOP_K, 0).to(tl.int64)  # padding computes token 0, unused
     x_rows = x_TD + token[:, None] * D
     r = tl.arange(0, ROWS)
-    n_of_row = tl.minimum(pid_n * BLOCK_N + r // 2, F - 1)
-    row_n = r % 2 * F + n_of_row
-    block_n = r % 2 * ((F + 127) // 128) + n_of_row // 128  # gate and up have their own blocks of 128 rows
     x_scale = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_M) if SWAP else (BLOCK_M, ROWS), tl.float32)
-    for k0 in range(0, D, BLOCK_K):
-        acc = multiply_step(
-            acc, x_rows, x_scale, weights, scales, zeros, slot, pid_n * BLOCK_N, row_n, block_n, k0, stride_s,
-            stride_scale_n, FORMAT, HAS_ZERO, GROUP, D, ROWS, 2, BLOCK_M, BLOCK_K, SWAP, TMA, True, False, ASM,
-            PRECISION,
-        )  # fmt: skip
-    if SWAP:
-        acc = tl.trans(acc)
     if (FORMAT == "fp8") or (FORMAT == "fp8_block"):
         x_scale = tl.load(x_scale_T + token)
-    acc = scaled(acc, x_scale, scales, row_n, FORMAT, ASM)
-    if HAS_BIAS:
-        acc += tl.load(bias + row_n)[None, :].to(tl.float32)
-    gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N, 2))
-    row = activated(gate, up, ACTIVATION).to(activated_PF.dtype.element_ty)
     out = activated_PF + m.to(tl.int64)[:, None] * F
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if FORMAT == "int8":
-        even, odd = tl.split(row.reshape(BLOCK_M, BLOCK_N // 2, 2))
-        half = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(out + half[None, :], even, mask=(half < F // 2)[None, :])
-        tl.store(out + F // 2 + half[None, :], odd, mask=(half < F // 2)[None, :])
-    elif F % BLOCK_N == 0:
-        tl.store(out + n[None, :], row)
-    else:
-        tl.store(out + n[None, :], row, mask=(n < F)[None, :])
-    if (
-        AMAX
-    ):  # of each row, for the fp8 codes that down makes of it; a maximum doesn't depend on who comes first
-        magnitude = tl.where((n < F)[None, :], tl.abs(row.to(tl.float32)), 0.0)
-        tl.atomic_max(amax_P + m, tl.max(magnitude, 1), sem="relaxed")
+    for tile in tl.range(0, TILES_N, flatten=True):
+        first_n = (pid_n * TILES_N + tile) * BLOCK_N
+        n_of_row = tl.minimum(first_n + r // 2, F - 1)
+        row_n = r % 2 * F + n_of_row
+        block_n = (
+            r % 2 * ((F + 127) // 128) + n_of_row // 128
+        )  # gate and up have their own blocks of 128 rows
+        acc = tl.zeros((ROWS, BLOCK_M) if SWAP else (BLOCK_M, ROWS), tl.float32)
+        for k0 in range(0, D, BLOCK_K):
+            acc = multiply_step(
+                acc, x_rows, x_scale, weights, scales, zeros, slot, first_n, row_n, block_n, k0, stride_s,
+                stride_scale_n, FORMAT, HAS_ZERO, GROUP, D, ROWS, 2, BLOCK_M, BLOCK_K, SWAP, TMA, True, False, ASM,
+                PRECISION,
+            )  # fmt: skip
+        if SWAP:
+            gate_up = tl.trans(acc)
+        else:
+            gate_up = acc
+        gate_up = scaled(gate_up, x_scale, scales, row_n, FORMAT, ASM)
+        if HAS_BIAS:
+            gate_up += tl.load(bias + row_n)[None, :].to(tl.float32)
+        gate, up = tl.split(gate_up.reshape(BLOCK_M, BLOCK_N, 2))
+        row = activated(gate, up, ACTIVATION).to(activated_PF.dtype.element_ty)
+        n = first_n + tl.arange(0, BLOCK_N)
+        if FORMAT == "int8":
+            even, odd = tl.split(row.reshape(BLOCK_M, BLOCK_N // 2, 2))
+            half = first_n // 2 + tl.arange(0, BLOCK_N // 2)
+            tl.store(out + half[None, :], even, mask=(half < F // 2)[None, :])
+            tl.store(out + F // 2 + half[None, :], odd, mask=(half < F // 2)[None, :])
+        elif F % (BLOCK_N * TILES_N) == 0:
+            tl.store(out + n[None, :], row)
+        else:
+            tl.store(out + n[None, :], row, mask=(n < F)[None, :])
+        if AMAX:  # of each row, for the fp8 codes that down makes of it; a maximum doesn't depend on who comes first
+            magnitude = tl.where((n < F)[None, :], tl.abs(row.to(tl.float32)), 0.0)
+            tl.atomic_max(amax_P + m, tl.max(magnitude, 1), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_routes", "grid_m"])
@@ -121,6 +128,7 @@ def gate_up_kernel(
     AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILES_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     TAIL: tl.constexpr,
@@ -130,7 +138,7 @@ def gate_up_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    NUM_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+    NUM_N: tl.constexpr = (F + BLOCK_N * TILES_N - 1) // (BLOCK_N * TILES_N)
     pid_m, pid_n = _program_blocks(grid_m, NUM_N, GROUP_M)
     wait_for_previous(PDL)
     start_next(PDL)
@@ -149,13 +157,13 @@ def gate_up_kernel(
             _gate_up_block(
                 x_TD, x_scale_T, weights, scales, zeros, bias, activated_PF, amax_P, sorted_R, num_routes, slot,
                 first, pid_n, stride_s, stride_scale_n, D, F, TOP_K, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, ACTIVATION,
-                AMAX, BLOCK_M // 2, BLOCK_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+                AMAX, BLOCK_M // 2, BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
             )  # fmt: skip
     else:
         _gate_up_block(
             x_TD, x_scale_T, weights, scales, zeros, bias, activated_PF, amax_P, sorted_R, num_routes, slot,
             first, pid_n, stride_s, stride_scale_n, D, F, TOP_K, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, ACTIVATION,
-            AMAX, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+            AMAX, BLOCK_M, BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
         )  # fmt: skip
 
 
@@ -164,35 +172,40 @@ def _down_block(
     activated_PF, activated_scale_P, weights, scales, zeros, bias, rows_RD, sorted_R, num_routes, slot, first, pid_n,
     stride_s, stride_scale_n, D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, AMAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+    TILES_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     m = first + tl.arange(0, BLOCK_M)
     x_rows = activated_PF + m.to(tl.int64)[:, None] * F
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_n = tl.minimum(n, D - 1)
     x_scale = tl.zeros((BLOCK_M,), tl.float32)
     if (FORMAT == "fp8") or (FORMAT == "fp8_block"):
         x_scale = tl.load(activated_scale_P + m)
         if AMAX:
             x_scale = tl.where(x_scale > 0, x_scale / 448.0, 1.0)
-    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, F, BLOCK_K):
-        acc = multiply_step(
-            acc, x_rows, x_scale, weights, scales, zeros, slot, pid_n * BLOCK_N, row_n, row_n // 128, k0, stride_s,
-            stride_scale_n, FORMAT, HAS_ZERO, GROUP, F, BLOCK_N, 1, BLOCK_M, BLOCK_K, SWAP, TMA, True, AMAX, ASM,
-            PRECISION,
-        )  # fmt: skip
-    if SWAP:
-        acc = tl.trans(acc)
-    row = scaled(acc, x_scale, scales, row_n, FORMAT, ASM)
-    if HAS_BIAS:
-        row += tl.load(bias + row_n)[None, :].to(tl.float32)
     route = tl.load(sorted_R + m)
-    out = rows_RD + route.to(tl.int64)[:, None] * D + n[None, :]
-    mask = (route < num_routes)[:, None]
-    if D % BLOCK_N != 0:
-        mask = mask & (n < D)[None, :]
-    tl.store(out, row.to(rows_RD.dtype.element_ty), mask=mask)
+    for tile in tl.range(0, TILES_N, flatten=True):
+        first_n = (pid_n * TILES_N + tile) * BLOCK_N
+        n = first_n + tl.arange(0, BLOCK_N)
+        row_n = tl.minimum(n, D - 1)
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, F, BLOCK_K):
+            acc = multiply_step(
+                acc, x_rows, x_scale, weights, scales, zeros, slot, first_n, row_n, row_n // 128, k0, stride_s,
+                stride_scale_n, FORMAT, HAS_ZERO, GROUP, F, BLOCK_N, 1, BLOCK_M, BLOCK_K, SWAP, TMA, True, AMAX, ASM,
+                PRECISION,
+            )  # fmt: skip
+        if SWAP:
+            row = tl.trans(acc)
+        else:
+            row = acc
+        row = scaled(row, x_scale, scales, row_n, FORMAT, ASM)
+        if HAS_BIAS:
+            row += tl.load(bias + row_n)[None, :].to(tl.float32)
+        out = rows_RD + route.to(tl.int64)[:, None] * D + n[None, :]
+        mask = (route < num_routes)[:, None]
+        if D % (BLOCK_N * TILES_N) != 0:
+            mask = mask & (n < D)[None, :]
+        tl.store(out, row.to(rows_RD.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_routes", "grid_m"])
@@ -223,6 +236,7 @@ def down_kernel(
     AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILES_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     TAIL: tl.constexpr,
@@ -232,7 +246,7 @@ def down_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    NUM_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    NUM_N: tl.constexpr = (D + BLOCK_N * TILES_N - 1) // (BLOCK_N * TILES_N)
     pid_m, pid_n = _program_blocks(grid_m, NUM_N, GROUP_M)
     wait_for_previous(PDL)
     start_next(PDL)
@@ -251,11 +265,11 @@ def down_kernel(
             _down_block(
                 activated_PF, activated_scale_P, weights, scales, zeros, bias, rows_RD, sorted_R, num_routes, slot,
                 first, pid_n, stride_s, stride_scale_n, D, F, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, AMAX, BLOCK_M // 2,
-                BLOCK_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+                BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
             )  # fmt: skip
     else:
         _down_block(
             activated_PF, activated_scale_P, weights, scales, zeros, bias, rows_RD, sorted_R, num_routes, slot,
             first, pid_n, stride_s, stride_scale_n, D, F, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, AMAX, BLOCK_M,
-            BLOCK_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+            BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
         )  # fmt: skip

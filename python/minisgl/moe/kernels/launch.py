@@ -147,7 +147,13 @@ def tile_constants(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> di
 def _grouped_constants(tiles: Tiles, block_m: int) -> dict[str, object]:
     # Half a block must still fill the tensor cores' 64 rows, unless the rows are the short side of a swapped product.
     tail = block_m >= 128 or (tiles.swap and block_m >= 64)
-    return {"BLOCK_M": block_m, "GROUP_M": tiles.group_m, "SWAP": tiles.swap, "TAIL": tail}
+    return {
+        "BLOCK_M": block_m,
+        "GROUP_M": tiles.group_m,
+        "SWAP": tiles.swap,
+        "TAIL": tail,
+        "TILES_N": tiles.tiles_n,
+    }
 
 
 def route(
@@ -266,7 +272,7 @@ def gate_up(
     args = weight_args(slab, "gate_up", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
     mode = row_mode(problem.format)
-    gate_up_kernel[(grid_m * triton.cdiv(shape.hidden_dim, tiles.block_n),)](
+    gate_up_kernel[(grid_m * triton.cdiv(shape.hidden_dim, tiles.block_n * tiles.tiles_n),)](
         x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format),
         buffers.x_scale_T if mode == "fp8" else x_TD,
         args.weights,
@@ -300,7 +306,7 @@ def down(
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
     amax = codes_in_down(problem, choice.block_m, rows_RD)
     fp8 = problem.format in FP8_FORMATS
-    down_kernel[(grid_m * triton.cdiv(shape.model_dim, tiles.block_n),)](
+    down_kernel[(grid_m * triton.cdiv(shape.model_dim, tiles.block_n * tiles.tiles_n),)](
         buffers.activated_codes_PF if fp8 and not amax else buffers.activated_PF,
         buffers.activated_scale_P if fp8 else rows_RD,
         args.weights,

@@ -85,25 +85,30 @@ def unpack_int4(
     """The four tiles (code - zero) * scale of int16 words; scale (if SCALED) and zero (if HAS_ZERO, else 8) are float32
     and broadcastable to words."""
     if ASM:
-        TYPES: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
         if SCALED:
             scale = tl.broadcast_to(scale.to(tl.bfloat16), words.shape)
         if HAS_ZERO:
             zero = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), words.shape)
         if SCALED and HAS_ZERO:
             a, b, c, d = tl.inline_asm_elementwise(
-                _INT4_SCALED_ZERO, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, zero], TYPES, True, 2
-            )
+                _INT4_SCALED_ZERO, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, zero],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+            )  # fmt: skip
         elif SCALED:
             a, b, c, d = tl.inline_asm_elementwise(
-                _INT4_SCALED, "=&r,=&r,=&r,=&r,r,r", [words, scale], TYPES, True, 2
-            )
+                _INT4_SCALED, "=&r,=&r,=&r,=&r,r,r", [words, scale],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+            )  # fmt: skip
         elif HAS_ZERO:
             a, b, c, d = tl.inline_asm_elementwise(
-                _INT4_ZERO, "=&r,=&r,=&r,=&r,r,r", [words, zero], TYPES, True, 2
-            )
+                _INT4_ZERO, "=&r,=&r,=&r,=&r,r,r", [words, zero],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+            )  # fmt: skip
         else:
-            a, b, c, d = tl.inline_asm_elementwise(_INT4_PLAIN, "=&r,=&r,=&r,=&r,r", [words], TYPES, True, 2)
+            a, b, c, d = tl.inline_asm_elementwise(
+                _INT4_PLAIN, "=&r,=&r,=&r,=&r,r", [words],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+            )  # fmt: skip
     else:
         wide = words.to(tl.int32)
         offset = zero if HAS_ZERO else 8.0
