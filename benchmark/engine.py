@@ -128,6 +128,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"dummy_weight": bool(args.shape), "moe_expert_quantization": args.quantization}
     if args.device == "cpu" or not torch.cuda.is_available():
         options |= {"num_pages": max(batches) * (args.input + args.output) // 16 + 200}
+    if args.tp > 1:
+        options |= {"tensor_parallel_size": args.tp, "expert_parallel_size": args.ep}
+        options |= {"moe_ep_dispatch": args.dispatch} if args.ep > 1 else {}
     start = time.perf_counter()
     llm = LLM(model, device=args.device, max_running_requests=max(batches), **options)
     loaded = time.perf_counter() - start
@@ -166,6 +169,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "rows": rows,
     }
     append_record("engine", record)
+    llm.close()
     if args.json:
         print(json.dumps(record))
     return rows
@@ -180,6 +184,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the real shape has")
     parser.add_argument("--quantization", default="none", help="expert format")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--tp", type=int, default=1, help="ranks; their bound is that of one GPU")
+    parser.add_argument("--ep", type=int, default=1, help="1, or --tp for whole experts a rank")
+    parser.add_argument("--dispatch", default="auto", help="as --moe-ep-dispatch")
     parser.add_argument("--batch", default="1,8", help="batch sizes, comma separated")
     parser.add_argument("--input", type=int, default=128, help="prompt tokens")
     parser.add_argument("--output", type=int, default=128, help="new tokens")
