@@ -27,11 +27,12 @@ from minisgl.models.checkpoints.base import ExpertChoice, Pieces, Stored
 from minisgl.models.checkpoints.converted import (
     DENSE,
     MANIFEST,
-    RECORDS,
+    METHOD,
     FileSum,
     Manifest,
     layout_table,
     read_manifest,
+    records_name,
 )
 from minisgl.models.checkpoints.files import DTYPES, some
 from minisgl.models.checkpoints.placing import Changes, put_expert, read_dense, read_expert_weight
@@ -136,10 +137,11 @@ def _write(plan: Plan, folder: Path, advance: Callable[[int], object]) -> Manife
     layers, changes = {}, Changes()
     for layer, records_EB in _quantized_layers(plan, experts, changes, advance):
         name = f"experts-{layer:05d}.safetensors"
-        files[name] = _write_file(folder / name, {RECORDS: records_EB}.items(), {RECORDS: records_EB.shape})
+        tensor = records_name(layer)
+        files[name] = _write_file(folder / name, [(tensor, records_EB)], {tensor: records_EB.shape})
         layers[str(layer)] = name
     changes.log(plan.checkpoint.folder)
-    files |= _copy_texts(plan.checkpoint.folder, folder)
+    files |= _copy_texts(plan, folder)
     moe, weight_format = plan.spec.moe, get_format(plan.choice.name, group_size=plan.choice.group_size)
     assert moe is not None
     layout = weight_format.layout(expert_shape(plan.spec))
@@ -261,11 +263,13 @@ def _append(stream: BinaryIO, digest: Any, data: Any) -> None:
     digest.update(data)
 
 
-def _copy_texts(source: Path, target: Path) -> dict[str, FileSum]:
-    """Configuration without its quantization, and everything about text."""
+def _copy_texts(plan: Plan, target: Path) -> dict[str, FileSum]:
+    """Configuration, with what the experts are now, and everything about text."""
+    source = plan.checkpoint.folder
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for key in ("quantization_config", "compression_config"):
-        config.pop(key, None)
+    config.pop("compression_config", None)
+    now = {"quant_method": METHOD, "format": plan.choice.name, "group_size": plan.choice.group_size}
+    config["quantization_config"] = now
     texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
     for path in sorted(path for pattern in COPIED for path in source.glob(pattern)):
         if path.name not in LEFT_OUT and not path.name.endswith(".safetensors.index.json"):

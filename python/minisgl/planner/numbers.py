@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minisgl.models.checkpoints.converted import METHOD
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import FAMILIES, ModelSpec
 from minisgl.moe.base import ExpertShape
@@ -96,6 +97,8 @@ def _stored_format(quantization: Config) -> str | None:
         for group in (quantization.get("config_groups") or {}).values():
             weights: Config = group.get("weights") or {}
             return known.get((weights.get("num_bits", 0), weights.get("type", "int")), method)
+    if method == METHOD:
+        return str(quantization.get("format"))
     return _STORED_FORMATS.get(method, method) if method else None
 
 

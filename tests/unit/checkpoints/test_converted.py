@@ -26,6 +26,8 @@ from minisgl.moe.formats import get_format
 from minisgl.moe.store import ResidentStore
 from minisgl.moe.store.shard import ExpertShard, ExpertSpread
 from minisgl.parallel import Shard
+from minisgl.planner.command import checkpoint_bytes
+from minisgl.planner.numbers import read_numbers
 from tests.checkpoint_writers import gptq_config, gptq_encoder, quantize_folder
 from tests.e2e.model_factory import make_model, make_prompts
 from tests.unit.models.decoder_harness import CPU, Decoder, empty_decoder
@@ -97,7 +99,13 @@ def test_a_quantized_checkpoint_keeps_its_bits(tmp_path: Path) -> None:
     assert command("--model", source, "--out", out, "--check") == 0
     choice = ExpertChoice("int4", 32)
     assert_same(loaded(tmp_path / "out", choice), loaded(tmp_path / "source", choice))
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "minisgl", "format": "int4", "group_size": 32}
+    assert read_numbers(config).stored_format == "int4"
+    assert checkpoint_bytes(tmp_path / "out") > 0
+    (tmp_path / "out" / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"a converted model without its minisgl.json: convert it again"):
+        loaded(tmp_path / "out", choice)
 
 
 def test_records_start_on_a_page_and_one_read_fills_one_slot(converted: Path) -> None:

@@ -1,8 +1,8 @@
 """The engine's own checkpoint: dense weights as they are, and the records of all experts as memory holds them.
 
-    config.json, tokenizer …       as in the source, without its quantization
+    config.json, tokenizer …       as in the source; quantization_config says "minisgl" and the format
     dense.safetensors              every weight that is no expert
-    experts-00007.safetensors      one tensor "records" uint8 [E, nbytes]: the experts of layer 7, from a page boundary on
+    experts-00007.safetensors      one uint8 tensor [E, nbytes]: the experts of layer 7, from a page boundary on
     minisgl.json                   the manifest: version, source, format, and size and sha256 of every file
 
 A record is copied from the file straight into its slot or its place in host memory, by many threads, and nothing is computed.
@@ -31,7 +31,7 @@ from minisgl.moe.store import ExpertStore
 from minisgl.moe.store.records import ExpertRecords
 from minisgl.moe.store.shard import ExpertShard
 
-MANIFEST, DENSE, RECORDS = "minisgl.json", "dense.safetensors", "records"
+MANIFEST, DENSE, METHOD = "minisgl.json", "dense.safetensors", "minisgl"
 KIND, VERSION = "minisgl checkpoint", 1
 CHUNK = 2**24  # bytes of one read
 MAX_THREADS = 16
@@ -120,6 +120,11 @@ def file_sum(path: Path) -> FileSum:
         return FileSum(stream.tell(), digest.hexdigest())
 
 
+def records_name(layer: int) -> str:
+    """Name of the tensor that holds a layer's records."""
+    return f"layers.{layer}.experts"
+
+
 def layout_table(layout: RecordLayout) -> list[list[Any]]:
     """A record's layout as the manifest has it."""
     return [[p.name, list(p.shape), str(p.dtype).removeprefix("torch."), p.offset] for p in layout.parts]
@@ -199,10 +204,10 @@ def _check_layer(folder: Path, manifest: Manifest, layer: int, store: ExpertStor
     if name is None:
         raise ValueError(f"{folder / MANIFEST} names no experts of layer {layer}: convert the model again")
     headers = {header.name: header for header in file_headers(folder / name)}
-    expected = (manifest.num_experts, manifest.record_bytes)
-    if RECORDS not in headers or headers[RECORDS].shape != expected or headers[RECORDS].dtype != "U8":
+    found, expected = headers.get(records_name(layer)), (manifest.num_experts, manifest.record_bytes)
+    if found is None or (found.shape, found.dtype) != (expected, "U8"):
         raise Damaged(folder / name, f"it has no records of shape {list(expected)}")
-    return headers[RECORDS].start
+    return found.start
 
 
 def _read_whole(file: Path, start: int, records_RB: torch.Tensor) -> None:

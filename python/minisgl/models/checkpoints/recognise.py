@@ -12,7 +12,7 @@ from typing import Any
 from minisgl.models.checkpoints.awq import AwqEncoding
 from minisgl.models.checkpoints.base import Encoding, ExpertChoice, Stored, collect
 from minisgl.models.checkpoints.compressed_tensors import read_groups
-from minisgl.models.checkpoints.converted import DENSE, Manifest, read_manifest
+from minisgl.models.checkpoints.converted import DENSE, MANIFEST, METHOD, Manifest, read_manifest
 from minisgl.models.checkpoints.files import file_headers, read_headers
 from minisgl.models.checkpoints.fp8_block import Fp8Encoding
 from minisgl.models.checkpoints.gguf import gguf_files, read_gguf
@@ -71,6 +71,8 @@ def find_encodings(config: Mapping[str, Any] | None) -> tuple[Encoding, ...]:
         return (Fp8Encoding.from_config(config),)
     if method == "mxfp4":
         return (Mxfp4Encoding(),)
+    if method == METHOD:
+        raise ValueError(f"a converted model without its {MANIFEST}: convert it again")
     raise ValueError(
         f"weights quantized with {method!r} are not served: use {', '.join(METHODS)}, or plain ones"
     )
