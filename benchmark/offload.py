@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +153,26 @@ class Bench:
         ids = tuple(
             np.random.default_rng(num_tokens).integers(0, self.engine.vocab_size, num_tokens).tolist()
         )
-        before = self.counters()
+        before, held = self.counters(), self._held()
         start = time.perf_counter()
         self.llm.generate([list(ids)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         seconds, done = time.perf_counter() - start, self.counters() - before
-        return {"tokens": num_tokens, "s": seconds, "bytes": done.num_bytes, "hit_rate": done.hit_rate}
+        kept = sum(len(one & two) for one, two in zip(held, self._held())) / sum(map(len, held))
+        return {
+            "tokens": num_tokens,
+            "s": seconds,
+            "bytes": done.num_bytes,
+            "hit_rate": done.hit_rate,
+            "kept": kept,
+        }
+
+    def _held(self) -> list[set[int]]:
+        """Experts in the slots of each layer."""
+        tables = [
+            store.plan.expert_of_S.tolist() if isinstance(store, DeviceStore) else store._table.expert_of_S
+            for store in self.offloaded
+        ]
+        return [{expert for expert in table if expert >= 0} for table in tables]
 
     def decode(self, ids_NLTK: np.ndarray, context: int) -> dict[str, Any]:
         """Milliseconds a step, over all steps after WARM_STEPS, of `batch` requests with `context` tokens before them."""
@@ -189,8 +204,9 @@ class Bench:
         timed = len(steps) - WARM_STEPS
         return {"ms": seconds / timed * 1e3, "hit_rate": done.hit_rate, "bytes": done.num_bytes / timed}
 
-    def experts_ms(self) -> float:
-        """Milliseconds of all MoE layers of a step, one after the other, as a graph. With resident stores."""
+    def experts_ms(self, ids_LTK: np.ndarray) -> float:
+        """Milliseconds of all MoE layers of a step with this routing, one after the other, as a graph. With resident stores."""
+        self.forced.ids_LTK.copy_(torch.from_numpy(ids_LTK))
         x_TD = torch.randn(
             self.batch, self.engine.spec.model_dim, device=self.device, dtype=self.engine.dtype
         )
@@ -225,73 +241,80 @@ def expected_misses(ids_NLTK: np.ndarray, num_experts: int, num_slots: int) -> n
     return misses[WARM_STEPS:]
 
 
+def routings_of(args: argparse.Namespace, bench: Bench) -> dict[str, np.ndarray]:
+    """int32 [steps, layers, batch, K] by kind. The requests of a step are neighbours in one stream of tokens."""
+    made = {}
+    layers, num_tokens = len(bench.layers), (args.steps + WARM_STEPS) * args.batch
+    for kind in args.routing.split(","):
+        ids_NLK = make_routing(kind, num_tokens, layers, bench.num_experts, bench.top_k)
+        ids_NLTK = ids_NLK.reshape(-1, args.batch, layers, bench.top_k).swapaxes(1, 2)
+        made[kind] = np.ascontiguousarray(ids_NLTK)
+    return made
+
+
+def resident_parts(args: argparse.Namespace, bench: Bench, ids_NLTK: np.ndarray) -> dict[str, float]:
+    """What a step takes with all experts on the device, and how much of it the MoE layers do."""
+    bench.use(bench.resident)
+    return {
+        "experts_ms": bench.experts_ms(ids_NLTK[0]),
+        "resident_ms": bench.decode(ids_NLTK, args.context)["ms"],
+    }
+
+
+def decode_row(
+    args: argparse.Namespace, bench: Bench, ids_NLTK: np.ndarray, parts: dict[str, float], link: float | None
+) -> dict[str, Any]:
+    """One measurement beside its bound; see the module."""
+    row: dict[str, Any] = {**parts, **bench.decode(ids_NLTK, args.context), "link_bytes_per_s": link}
+    misses = expected_misses(ids_NLTK, bench.num_experts, bench.slots)
+    row["expected_bytes"] = float(misses.sum(1).mean()) * bench.record_bytes
+    if link:
+        link_ms = misses * bench.record_bytes / link * 1e3
+        experts_ms = parts.get("experts_ms", 0.0)
+        rest = parts.get("resident_ms", 0.0) - experts_ms
+        row["bound_ms"] = rest + float(np.maximum(link_ms, experts_ms / misses.shape[1]).sum(1).mean())
+    return row
+
+
 def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + args.time_limit
     for weight_format in args.format.split(","):
         start = time.perf_counter()
         bench = Bench(args, weight_format, args.batch)
-        console.print(
-            f"{weight_format}: loaded in {time.perf_counter() - start:.1f} s, {bench.mode}, {bench.slots} slots"
-        )
+        seconds = time.perf_counter() - start
+        console.print(f"{weight_format}: loaded in {seconds:.1f} s, {bench.mode}, {bench.slots} slots")
         on_cuda = bench.device.type == "cuda"
         link = bench.link_bytes_per_s() if on_cuda else None
         slots = [bench.slots] if args.slots == "auto" else [int(s) for s in args.slots.split(",")]
+        routings = routings_of(args, bench)
         parts: dict[str, float] = {}
-        num_tokens = (args.steps + WARM_STEPS) * args.batch
-        shape = (len(bench.layers), bench.num_experts, bench.top_k)
-        routings = {}
-        for kind in args.routing.split(","):
-            ids_NLK = make_routing(kind, num_tokens, *shape)
-            ids_NLTK = ids_NLK.reshape(-1, args.batch, shape[0], shape[2]).swapaxes(1, 2)
-            routings[kind] = np.ascontiguousarray(ids_NLTK)
         if on_cuda and args.resident:
-            bench.use(bench.resident)
-            parts = {
-                "experts_ms": bench.experts_ms(),
-                "resident_ms": bench.decode(next(iter(routings.values())), args.context)["ms"],
-            }
-            console.print(
-                f"resident: {parts['resident_ms']:.2f} ms a step, experts alone {parts['experts_ms']:.2f}"
-            )
-        for num_slots in slots:
-            for overlap in args.overlap.split(","):
-                bench.use(bench.cached(num_slots, overlap))
-                for kind, ids_NLTK in routings.items():
-                    if time.monotonic() > deadline:
-                        console.print("[yellow]time limit: the rest is left out[/]")
-                        return rows
-                    row = {"format": weight_format, "slots": num_slots, "overlap": overlap, "routing": kind}
-                    row |= {"batch": args.batch, **parts, **bench.decode(ids_NLTK, args.context)}
-                    misses = expected_misses(ids_NLTK, bench.num_experts, num_slots)
-                    row["expected_bytes"] = float(misses.sum(1).mean()) * bench.record_bytes
-                    row["link_bytes_per_s"] = link
-                    if link:
-                        link_ms = misses * bench.record_bytes / link * 1e3
-                        resident = parts.get("experts_ms", 0.0) / shape[0]
-                        rest = parts.get("resident_ms", 0.0) - parts.get("experts_ms", 0.0)
-                        row["bound_ms"] = rest + float(np.maximum(link_ms, resident).sum(1).mean())
-                    rows.append(row)
-                    show_decode(row, console, header=len(rows) == 1)
-                prompts = [int(n) for n in args.prefill.split(",") if n]
-                for num_tokens in prompts:
-                    bench.prompt(num_tokens)  # kernels compile at their first call
-                    row = {
-                        "format": weight_format,
-                        "slots": num_slots,
-                        "overlap": overlap,
-                        **bench.prompt(num_tokens),
-                    }
-                    row["link_bytes_per_s"] = link
-                    rows.append(row)
-                    rate = row["bytes"] / row["s"] / 1e9
-                    console.print(
-                        f"prompt of {num_tokens}: {row['s']:.3f} s, {row['bytes'] / 1e9:.2f} GB, {rate:.1f} GB/s"
-                    )
+            parts = resident_parts(args, bench, next(iter(routings.values())))
+            console.print({name: round(value, 2) for name, value in parts.items()})
+        for num_slots, overlap in product(slots, args.overlap.split(",")):
+            case = {"format": weight_format, "slots": num_slots, "overlap": overlap, "batch": args.batch}
+            bench.use(bench.cached(num_slots, overlap))
+            for kind, ids_NLTK in routings.items():
+                if time.monotonic() > deadline:
+                    console.print("[yellow]time limit: the rest is left out[/]")
+                    return rows
+                rows.append({**case, "routing": kind, **decode_row(args, bench, ids_NLTK, parts, link)})
+                show_decode(rows[-1], console, header=len(rows) == 1)
+            for num_tokens in (int(n) for n in args.prefill.split(",") if n):
+                bench.prompt(num_tokens)  # kernels compile at their first call
+                rows.append({**case, **bench.prompt(num_tokens), "link_bytes_per_s": link})
+                show_prompt(rows[-1], console)
         bench.llm.close()
         del bench
         gc.collect()
     return rows
+
+
+def show_prompt(row: dict[str, Any], console: Console) -> None:
+    rate = row["bytes"] / row["s"] / 1e9
+    line = f"prompt of {row['tokens']}: {row['s']:.3f} s, {row['bytes'] / 1e9:.2f} GB, {rate:.1f} GB/s, "
+    console.print(line + f"{row['kept']:.0%} of the cached experts kept", highlight=False)
 
 
 HEAD = "format    slots  overlap      routing batch  ms/step   hits   GB/s    bound  x"
