@@ -16,6 +16,7 @@ from rich.console import Console
 
 from minisgl import __version__
 from minisgl.config import engine_options
+from minisgl.engine.step import EngineLost
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ COMMANDS = {
     ),
     "plan": Command(
         "minisgl.planner", "add_plan_arguments", "run_plan", "will it fit, how fast, which flags"
+    ),
+    "convert": Command(
+        "minisgl.convert", "add_convert_arguments", "run_convert", "quantize once, load fast ever after"
     ),
     "plan-experts": Command(
         "minisgl.planner.experts",
@@ -109,6 +113,9 @@ def _run(name: str, words: list[str]) -> int:
     except ImportError as error:
         errors.print(f"[bold red]error:[/] {error}", highlight=False)
         return 2
+    except EngineLost as error:
+        errors.print(f"[bold red]error:[/] {error}", highlight=False)
+        return 1
     except KeyboardInterrupt:
         return 130
 

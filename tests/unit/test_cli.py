@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from minisgl.cli import main
+from minisgl.cli import COMMANDS, main
 from tests.e2e.model_factory import make_model
 
 
@@ -100,3 +101,18 @@ def test_errors_are_one_line_and_exit_code_2(
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "generate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"minisgl {command}" in capsys.readouterr().out
+
+
+def test_tuning_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert main(["tune", "--model", "demo"]) == 2
+    assert "CUDA" in capsys.readouterr().err

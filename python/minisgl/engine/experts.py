@@ -86,6 +86,7 @@ def make_moe_factory(
         device,
         small_m_threshold="auto" if threshold == "auto" else int(threshold),
         workspace_cache=not kernel.disable_moe_workspace_cache,
+        autotune=kernel.moe_autotune,
     )
     weight_format = get_format(
         kernel.moe_expert_quantization, dtype, group_size=kernel.moe_quantization_group_size
