@@ -1,7 +1,7 @@
 """`minisgl tune`: measure the fastest MoE kernels for a model's shape on this GPU, ahead of serving it.
 
 Random weights and random routing of the model's shape, one layer, one token count a power of two. What wins is written to the
-user's cache folder, where the fused backend finds it; `--moe-autotune` does the same while serving, on the routes that really occur.
+user's cache folder, where the fused backend finds it; `--moe-autotune` does the same while serving, on the routes that occur.
 """
 
 from __future__ import annotations
