@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 from engine import SHAPES
 from minisgl.attention import make_attention
 from minisgl.models.checkpoints import ExpertChoice
-from minisgl.models.checkpoints.converted import CHUNK, MAX_THREADS, Manifest
+from minisgl.models.checkpoints.converted import Manifest
+from minisgl.models.checkpoints.direct import CHUNK, MAX_THREADS
 from minisgl.models.checkpoints.files import read_into
 from minisgl.models.converting import convert
 from minisgl.models.decoder import Decoder

@@ -32,7 +32,8 @@ from rich.progress import (
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.checkpoints.base import Pieces, Stored
 from minisgl.models.checkpoints.converted import load_records
-from minisgl.models.checkpoints.files import Damaged, some
+from minisgl.models.checkpoints.direct import Span, read_spans
+from minisgl.models.checkpoints.files import DTYPES, Damaged, some
 from minisgl.models.checkpoints.placing import Changes, put_dense, put_expert, read_dense, read_expert_weight
 from minisgl.models.checkpoints.readahead import read_ahead
 from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
@@ -128,9 +129,10 @@ def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
     checkpoint, placer = open_checkpoint(folder), Placer(decoder)
     work, layers = match_weights(checkpoint, decoder), decoder.moe_layers()
     records = checkpoint.manifest.total_bytes if checkpoint.manifest is not None else 0
-    num_bytes = 0
     with _progress(sum(weight.num_bytes for weight, _ in work) + records) as advance:
-        for (weight, target), pieces in read_ahead(work, placer.read, lambda job: job[0].num_bytes):
+        spans, others = placer.split(work)
+        num_bytes = read_spans(spans, advance)
+        for (weight, target), pieces in read_ahead(others, placer.read, lambda job: job[0].num_bytes):
             num_bytes += sum(piece.nbytes for piece in pieces.values())
             placer.put(weight, target, pieces)
             advance(weight.num_bytes)
@@ -235,6 +237,24 @@ class Placer:
     def __init__(self, decoder: Decoder) -> None:
         self._places, self._shards, self._layers = decoder.places(), decoder.shards(), decoder.moe_layers()
         self.changes = Changes()
+
+    def split(self, work: Work) -> tuple[list[Span], Work]:
+        """(where the bytes of plain weights go as they are, those that are converted, cut or strided on the way)."""
+        spans: list[Span] = []
+        others: Work = []
+        for weight, target in work:
+            place = self._places[target.place] if target.place is not None else None
+            part = self._shards.get(target.place or "")
+            whole = part is None or part[1].length == part[1].total
+            plain = (
+                place is not None and weight.encoding is None and DTYPES[weight.first.dtype] == place.dtype
+            )
+            if place is not None and plain and whole and place.is_contiguous():
+                header = weight.first
+                spans.append(Span(header.file, header.start, place.view(-1).view(torch.uint8)))
+            else:
+                others.append((weight, target))
+        return spans, others
 
     def read(self, job: tuple[Stored, Target]) -> Pieces:
         """This rank's part of a weight, as it is stored; in any thread. Experts are brought to where they are quantized."""

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ from typing import Any
 import torch
 
 from minisgl.models.checkpoints.base import ExpertChoice
+from minisgl.models.checkpoints.direct import CHUNK, Span, new_pool, read_spans
 from minisgl.models.checkpoints.files import Damaged, file_headers, read_into
-from minisgl.models.checkpoints.placing import cut_parts
+from minisgl.models.checkpoints.placing import cut_parts, cut_weight
 from minisgl.moe.base import ExpertShape, RecordLayout
 from minisgl.moe.formats import get_format
 from minisgl.moe.store import ExpertStore
@@ -33,8 +32,6 @@ from minisgl.moe.store.shard import ExpertShard
 
 MANIFEST, DENSE, METHOD = "minisgl.json", "dense.safetensors", "minisgl"
 KIND, VERSION = "minisgl checkpoint", 1
-CHUNK = 2**24  # bytes of one read
-MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def check_sums(folder: Path, manifest: Manifest) -> list[str]:
     """Names of files whose bytes are not those that were written. Reads all of them, in threads."""
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+    with new_pool() as pool:
         sums = pool.map(lambda name: file_sum(folder / name), manifest.files)
         return [name for name, found in zip(manifest.files, sums) if found != manifest.files[name]]
 
@@ -130,16 +127,6 @@ def layout_table(layout: RecordLayout) -> list[list[Any]]:
     return [[p.name, list(p.shape), str(p.dtype).removeprefix("torch."), p.offset] for p in layout.parts]
 
 
-@dataclass(frozen=True)
-class _Read:
-    """One read: experts first..last of a layer's file, into the store's records from `local` on."""
-
-    layer: int
-    first: int
-    last: int
-    local: int
-
-
 def load_records(
     folder: Path,
     manifest: Manifest,
@@ -151,38 +138,37 @@ def load_records(
     advance: told the bytes of every read, from any thread. Returns the bytes read. ValueError where the records are not those
     that a store expects.
     """
-    starts = {layer: _check_layer(folder, manifest, layer, *stores[layer]) for layer in stores}
-    reads = [
-        read for layer, (_, shard) in stores.items() for read in _plan(layer, shard, manifest.record_bytes)
-    ]
-
-    def run(read: _Read) -> int:
-        store, shard = stores[read.layer]
+    spans, cut, num_bytes = [], [], 0
+    for layer, (store, shard) in stores.items():
         assert isinstance(store, ExpertRecords)
-        file = folder / manifest.layers[str(read.layer)]
-        start = starts[read.layer] + read.first * manifest.record_bytes
-        records_RB = store.records_EB[read.local : read.local + read.last - read.first]
-        if shard.hidden.length == shard.hidden.total:
-            _read_whole(file, start, records_RB)
-            store.filled(read.local, read.local + len(records_RB))
-        else:
-            _read_cut(file, start, manifest, store, shard, read)
-        num_bytes = (read.last - read.first) * manifest.record_bytes
-        advance(num_bytes)
-        return num_bytes
+        start = _check_layer(folder, manifest, layer, store, shard)
+        file, size = folder / manifest.layers[str(layer)], manifest.record_bytes
+        for local, (first, last) in _runs(shard.experts):
+            if shard.hidden.length == shard.hidden.total:
+                records_RB = store.records_EB[local : local + last - first]
+                spans.append(Span(file, start + first * size, records_RB.view(-1)))
+                store.filled(local, local + last - first)
+            else:
+                cut += [
+                    (store, shard, local + i, file, start + (first + i) * size) for i in range(last - first)
+                ]
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="read") as pool:
-        return sum(pool.map(run, reads))
+    def read_cut(job: tuple[ExpertRecords, ExpertShard, int, Path, int]) -> int:
+        _read_cut(manifest, *job)
+        advance(manifest.record_bytes)
+        return manifest.record_bytes
+
+    num_bytes = read_spans(spans, advance)
+    with new_pool() as pool:
+        return num_bytes + sum(pool.map(read_cut, cut))
 
 
-def _plan(layer: int, shard: ExpertShard, record_bytes: int) -> Iterator[_Read]:
-    """Reads of neighbouring experts, of about CHUNK bytes."""
-    limit, first = max(1, CHUNK // record_bytes), 0
-    for index in range(1, len(shard.experts) + 1):
-        ends = index == len(shard.experts) or shard.experts[index] != shard.experts[index - 1] + 1
-        if ends or index - first == limit:
-            expert = shard.experts[first]
-            yield _Read(layer, expert, expert + index - first, first)
+def _runs(experts: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(place of its first, (first, last + 1)) of every run of neighbours: 0 1 5 -> (0, (0, 2)), (2, (5, 6))."""
+    first = 0
+    for index in range(1, len(experts) + 1):
+        if index == len(experts) or experts[index] != experts[index - 1] + 1:
+            yield first, (experts[first], experts[first] + index - first)
             first = index
 
 
@@ -210,35 +196,22 @@ def _check_layer(folder: Path, manifest: Manifest, layer: int, store: ExpertStor
     return found.start
 
 
-def _read_whole(file: Path, start: int, records_RB: torch.Tensor) -> None:
-    """Straight into host memory; to a device through a buffer that the copy engine can read."""
-    if records_RB.device.type == "cpu":
-        read_into(file, start, records_RB.view(-1))
-        return
-    buffer_B = torch.empty(records_RB.numel(), dtype=torch.uint8, pin_memory=records_RB.is_cuda)
-    read_into(file, start, buffer_B)
-    records_RB.view(-1).copy_(buffer_B)
-
-
 def _read_cut(
-    file: Path, start: int, manifest: Manifest, store: ExpertRecords, shard: ExpertShard, read: _Read
+    manifest: Manifest, store: ExpertRecords, shard: ExpertShard, local: int, file: Path, start: int
 ) -> None:
-    """A rank's part of every record. ValueError where a part ends inside of a block of weights that share a scale."""
+    """A rank's part of one record. ValueError where a part ends inside of a block of weights that share a scale."""
     whole = ExpertShape(store.shape.model_dim, shard.hidden.total, store.shape.bias)
     layout = get_format(manifest.expert_format, group_size=manifest.group_size).layout(whole)
-    records_RB = torch.empty((read.last - read.first, manifest.record_bytes), dtype=torch.uint8)
-    read_into(file, start, records_RB.view(-1))
-    views = layout.views(records_RB)
-    for index in range(len(records_RB)):
-        for stem in ("gate_up", "down"):
-            own = {n.removeprefix(stem): v[index] for n, v in views.items() if n.startswith(stem)}
-            bias = own.pop("_bias", None)
-            parts = cut_parts(own, shard.cut(stem))
-            if isinstance(parts, str):
-                raise ValueError(f"{file}: {parts}: use --expert-parallel-size, or convert to another format")
-            if bias is not None:
-                cut = cut_parts({"_bias": bias}, shard.cut(f"{stem}_bias"))
-                assert not isinstance(cut, str)
-                zero = stem == "down" and not shard.adds_down_bias
-                parts |= {"_bias": torch.zeros_like(cut["_bias"]) if zero else cut["_bias"]}
-            store.sink_parts(read.local + index, {f"{stem}{suffix}": part for suffix, part in parts.items()})
+    record_1B = torch.empty((1, manifest.record_bytes), dtype=torch.uint8)
+    read_into(file, start, record_1B.view(-1))
+    views = {name: view[0] for name, view in layout.views(record_1B).items()}
+    for stem in ("gate_up", "down"):
+        own = {name.removeprefix(stem): view for name, view in views.items() if name.startswith(stem)}
+        bias = own.pop("_bias", None)
+        parts = cut_parts(own, shard.cut(stem))
+        if isinstance(parts, str):
+            raise ValueError(f"{file}: {parts}: use --expert-parallel-size, or convert to another format")
+        if bias is not None:
+            bias = cut_weight(bias, shard.cut(f"{stem}_bias"))
+            parts["_bias"] = torch.zeros_like(bias) if stem == "down" and not shard.adds_down_bias else bias
+        store.sink_parts(local, {f"{stem}{suffix}": part for suffix, part in parts.items()})
