@@ -212,12 +212,10 @@ def grouped_block_m(problem: Problem) -> int:
 
 
 def grouped_block_k(problem: Problem) -> int:
-    """128 where it divides both K, else 64, else 32 (fp8: at least 64, of which its instructions take 32)."""
-    for block_k in (128, 64):
-        if problem.shape.model_dim % block_k == 0 and problem.shape.hidden_dim % block_k == 0:
-            break
-    else:
-        block_k = 64 if problem.format in FP8_FORMATS else 32
+    """128 where it divides both K, else 64, else 32; at least 64 for 4-bit weights, whose words share a step, and fp8."""
+    model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
+    widths = [width for width in (128, 64) if model_dim % width == 0 and hidden_dim % width == 0]
+    block_k = widths[0] if widths else 32
     if problem.dtype == torch.float32:
-        block_k = min(block_k, 32)
-    return block_k
+        block_k = min(block_k, 32)  # twice the bytes, and ordinary cores that want smaller tiles
+    return max(block_k, 64) if problem.format in (*PACKED_FORMATS, *FP8_FORMATS) else block_k
