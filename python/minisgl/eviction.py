@@ -102,7 +102,24 @@ def recompute_cost(depth: int, num_tokens: int) -> float:
     return num_tokens * (depth + num_tokens / 2)
 
 
+# Attention to this many tokens is as much work as all else a token needs. For the layers of Qwen3-30B-A3B it would be
+# 2 x 2.7e9 / (4 x 32 x 128 x 48) = 6,900; for dense models it is more.
+LINEAR_TOKENS = 8192
+
+
+def recompute_work(depth: int, num_tokens: int) -> float:
+    """The same with the work that does not grow with depth. What a wrong eviction is blamed for: by `recompute_cost` alone, the
+    first page of a prompt would be free, though most of a short prompt's work is in its matrix products.
+    """
+    return num_tokens * (LINEAR_TOKENS + depth + num_tokens / 2)
+
+
 ScoreFn = Callable[[Entry, float], float]
+
+
+# What cost-aware takes off a thing that was used once only. Most texts never come again, and one that did is far likelier to: a
+# tenth is a round number from the traces of benchmark/eviction.py, where 0.02 to 0.1 serve alike and 1 loses to lru.
+LOG2_USED_ONCE = math.log2(0.1)
 
 
 def lru(entry: Entry, now: float) -> float:
@@ -122,7 +139,8 @@ def frequency_decay(entry: Entry, now: float) -> float:
 
 
 def cost_aware(entry: Entry, now: float) -> float:
-    return entry.history.heat + math.log2(entry.cost / entry.num_bytes)
+    unproven = 0.0 if entry.history.num_uses > 1 else LOG2_USED_ONCE
+    return entry.history.heat + unproven + math.log2(entry.cost / entry.num_bytes)
 
 
 SCORES: dict[str, ScoreFn] = {

@@ -1,17 +1,20 @@
-"""Learning online which eviction policy suits the traffic: regret from a list of what was evicted and wanted
-again.
+"""Learning online which eviction policy suits the traffic: regret from a list of what was evicted and wanted again.
 
-Each expert (a score function) names its own victim; one expert, drawn by weight, decides. What is evicted is
-remembered in a bounded ghost list together with the experts that would have evicted it too. When a request
-asks for a remembered page, that eviction was a mistake, and those experts lose weight in proportion to what
-computing the page again costs.
+Each expert (a score function) names its own victim; one expert, drawn by weight, decides. What is evicted is remembered in a
+bounded ghost list together with the experts that would have evicted it too. When a request asks for a remembered page, that
+eviction was a mistake, and those experts lose weight in proportion to what computing the page again costs.
 
-It differs from LeCaR (Vietri et al., 2018) in three points, each because the plain rule settles on a mixture
-instead of the best expert:
-- The penalty is divided by the probability that the eviction happened at all (as in Exp3). Otherwise an
-  expert that is rarely drawn is rarely blamed, and its weight stays where it is.
-- All experts that named the same victim share the blame. Where all agree, nobody's weight moves.
-- Weights never fall below `FLOOR` of the best one, so that a phase change is noticed, and won back soon.
+The idea is LeCaR's (Vietri et al., 2018). What differs, each because the plain rule ended on the wrong expert or on a mixture
+(docs/eviction.md has the figures):
+- The penalty is divided by the probability that this page went (as in Exp3, Auer et al., 2002). Otherwise an expert that is
+  rarely drawn is rarely blamed, and weights settle where probability times mistakes is equal, not where mistakes are few.
+- It is divided by the pages that went with the same choice. Experts that like long leaves make fewer, larger choices; what
+  counts is mistakes a page.
+- It shrinks with age: 1 / (1 + pages evicted since / pages held). To have kept the page, its place would have been missing to
+  others all that time, so a page wanted late is hardly a mistake.
+- Experts that named the same victim share the blame. Where all agree, no weight moves.
+- Log-weights may fall `RESERVE` behind the best, while every expert keeps `EXPLORE` of the draws: chance alone does not bring a
+  bad expert back, a change of traffic does.
 """
 
 from __future__ import annotations
@@ -24,24 +27,28 @@ from typing import NamedTuple
 
 from minisgl.eviction import Entry
 
-FLOOR = 0.01
-_COST_MEMORY = 0.01  # weight of the newest cost in the running mean that penalties are measured against
+RESERVE = 10.0
+EXPLORE = 0.003
+COST_MEMORY = 0.01  # weight of the newest cost in the running mean that penalties are measured against
 
 
 class Ghost(NamedTuple):
-    """One evicted page. blame: experts that named it; probability: of being evicted then, over the draw of
-    the expert.
+    """One evicted page. blame: experts that named it; probability: that one of them was drawn. num_pages: pages that went with
+    that choice. serial: pages evicted before it.
     """
 
     entry: Entry
     blame: tuple[int, ...]
     probability: float
+    num_pages: int
+    serial: int
 
 
 class GhostList:
     """The last `capacity` evicted pages, by fingerprint; the oldest is forgotten first."""
 
     def __init__(self, capacity: int) -> None:
+        assert capacity >= 1
         self.capacity = capacity
         self._ghosts: OrderedDict[Hashable, Ghost] = OrderedDict()
 
@@ -60,14 +67,14 @@ class GhostList:
 
 
 class Learner:
-    """Weights over experts. Deterministic for a seed and a sequence of calls."""
+    """Weights over experts, which add up to 1. Deterministic for a seed and a sequence of calls."""
 
     def __init__(self, num_experts: int, learning_rate: float, seed: int) -> None:
         assert num_experts >= 1
         assert learning_rate > 0
         self.learning_rate = learning_rate
         self._random = random.Random(seed)
-        self._log_weights = [0.0] * num_experts  # of the best one: 0
+        self._log_weights = [0.0] * num_experts  # the best one's is 0
         self._mean_cost: float | None = None
         self.weights: tuple[float, ...] = ()
         self._normalise()
@@ -77,24 +84,23 @@ class Learner:
         return self._random.choices(range(len(self.weights)), self.weights)[0]
 
     def probability(self, experts: Sequence[int]) -> float:
+        """That one of these experts is drawn."""
         return sum(self.weights[expert] for expert in experts)
 
-    def penalise(self, blame: Sequence[int], probability: float, cost: float) -> None:
-        """The experts in `blame` chose wrongly; `cost` is what that costs, `probability` how likely the
-        choice was.
-        """
-        self._mean_cost = (
-            cost if self._mean_cost is None else self._mean_cost + _COST_MEMORY * (cost - self._mean_cost)
-        )
-        if len(blame) == len(self.weights):
+    def penalise(self, ghost: Ghost, age: float) -> None:
+        """A request wanted the ghost. age: pages evicted since, as a multiple of the pages held."""
+        cost, mean = ghost.entry.cost, self._mean_cost
+        self._mean_cost = cost if mean is None else mean + COST_MEMORY * (cost - mean)
+        if len(ghost.blame) == len(self.weights):
             return
-        loss = cost / self._mean_cost / probability
-        for expert in blame:
+        loss = cost / self._mean_cost / (ghost.probability * ghost.num_pages * (1.0 + age))
+        for expert in ghost.blame:
             self._log_weights[expert] -= self.learning_rate * loss
         self._normalise()
 
     def _normalise(self) -> None:
-        best, lowest = max(self._log_weights), math.log(FLOOR)
-        self._log_weights = [max(weight - best, lowest) for weight in self._log_weights]
+        best = max(self._log_weights)
+        self._log_weights = [max(weight - best, -RESERVE) for weight in self._log_weights]
         exponentials = [math.exp(weight) for weight in self._log_weights]
-        self.weights = tuple(e / sum(exponentials) for e in exponentials)
+        share = (1.0 - EXPLORE * len(exponentials)) / sum(exponentials)
+        self.weights = tuple(EXPLORE + share * exponential for exponential in exponentials)

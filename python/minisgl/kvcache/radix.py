@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from minisgl.eviction import Entry, EvictionPolicy, History, make_policy, recompute_cost
+from minisgl.eviction import Entry, EvictionPolicy, History, make_policy, recompute_cost, recompute_work
 from minisgl.kvcache.prefix import CacheStats, PrefixMatch
 from minisgl.kvcache.victims import Victim, Victims
 
@@ -278,20 +278,21 @@ class RadixPrefixCache:
         depth.
         """
         node, size = victim.candidate, self.page_size
-        prints = self._prints(node)
+        prints, num_bytes = self._prints(node), size * self._bytes_per_token
+        pages = []
         for index in range(kept, len(node.pages)):
             depth = node.start + index * size
-            entry = Entry(
-                node.history, recompute_cost(depth, size), size * self._bytes_per_token, size, depth
-            )
-            self._victims.evicted(prints[index], entry, victim)
+            entry = Entry(node.history, recompute_work(depth, size), num_bytes, size, depth)
+            pages.append((prints[index], entry))
+        self._victims.evicted(victim, pages)
 
     def _tell_misses(self, node: _Node, data: bytes, pos: int, now: float) -> None:
         """Look up the pages that follow the cached prefix among the ghosts, until one is not there."""
         fingerprint = self._end_print(node)
+        num_held = self._num_evictable + self._num_protected
         while pos < len(data):
             fingerprint = hash((fingerprint, data[pos : pos + self._page_bytes]))
-            if not self._victims.missed(fingerprint, now):
+            if not self._victims.missed(fingerprint, now, num_held):
                 break
             pos += self._page_bytes
 

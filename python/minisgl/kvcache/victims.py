@@ -19,7 +19,7 @@ import heapq
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count, islice
 from numbers import Real
 from typing import Any, NamedTuple
@@ -99,6 +99,7 @@ class Victims:
         self.policy = policy
         self.num_failures = 0
         self.num_ghost_hits = 0
+        self._num_evicted = 0
         self._describe = describe
         self._changed: dict[Any, None] = {}
         self._unscored: dict[Any, None] = {}
@@ -139,21 +140,25 @@ class Victims:
             assert self._fallback is not None
             return self._victim(self._fallback.top())
 
-    def evicted(self, key: Hashable, entry: Entry, victim: Victim) -> None:
-        """Remember one page of `victim`, known by `key`, as a ghost. Only to be called when `ghosts` is not
-        None.
+    def evicted(self, victim: Victim, pages: Sequence[tuple[Hashable, Entry]]) -> None:
+        """Remember the pages that went with `victim` as ghosts, by the key that `missed` will ask for.
+
+        Only to be called when `ghosts` is not None.
         """
         assert self.ghosts is not None
-        self.ghosts.put(key, Ghost(entry, victim.blame, victim.probability))
+        for key, entry in pages:
+            ghost = Ghost(entry, victim.blame, victim.probability, len(pages), self._num_evicted)
+            self.ghosts.put(key, ghost)
+            self._num_evicted += 1
 
-    def missed(self, key: Hashable, now: float) -> bool:
-        """A request asked for the page `key`, which is not held: whether it was evicted not long ago."""
+    def missed(self, key: Hashable, now: float, num_held: int) -> bool:
+        """A request asked for the page `key`, which is not among the num_held pages held: was it evicted not long ago?"""
         ghost = self.ghosts.take(key) if self.ghosts is not None else None
         if ghost is None:
             return False
         self.num_ghost_hits += 1
         if self.learner is not None:
-            self.learner.penalise(ghost.blame, ghost.probability, ghost.entry.cost)
+            self.learner.penalise(ghost, (self._num_evicted - ghost.serial) / max(1, num_held))
         elif (tell := self.policy.scorers[0].on_ghost_hit) is not None:
             try:
                 tell(ghost.entry, now)
