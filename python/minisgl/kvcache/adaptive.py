@@ -4,8 +4,7 @@ Each expert (a score function) names its own victim; one expert, drawn by weight
 bounded ghost list together with the experts that would have evicted it too. When a request asks for a remembered page, that
 eviction was a mistake, and those experts lose weight in proportion to what computing the page again costs.
 
-The idea is LeCaR's (Vietri et al., 2018). What differs, each because the plain rule ended on the wrong expert or on a mixture
-(docs/eviction.md has the figures):
+The idea is LeCaR's (Vietri et al., 2018). What differs, each because the plain rule ended on the wrong expert or on a mixture:
 - The penalty is divided by the probability that this page went (as in Exp3, Auer et al., 2002). Otherwise an expert that is
   rarely drawn is rarely blamed, and weights settle where probability times mistakes is equal, not where mistakes are few.
 - It is divided by the pages that went with the same choice. Experts that like long leaves make fewer, larger choices; what
