@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from minisgl.config import EngineConfig, flag_table, iter_flags
+from minisgl.config import EngineConfig
+from minisgl.flags import flag_table, iter_flags
 from minisgl.server.config import ServerConfig
 
 TARGET = Path(__file__).parents[1] / "docs" / "flags.md"

@@ -1,7 +1,7 @@
 """Configuration: one frozen tree of dataclasses, resolved once and never changed afterwards.
 
 Command-line flags, the keyword arguments of `LLM` and the table in docs/flags.md are all generated from the fields below, so
-they cannot disagree. `resolve` turns what the user asked for into what will run and says what it decided and why.
+they cannot disagree (flags.py). `resolve.py` turns what the user asked for into what will run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.eviction import POLICIES, EvictionConfig
-
-
-def flag(default: Any, help: str, *, names: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
-    """A field that is also a command-line flag. names: its flags, the first one documented; default --field-name."""
-    return field(default=default, metadata={"help": help, "flags": names, "choices": choices})
+from minisgl.flags import add_flags, flag, flag_names, iter_flags
 
 
 @dataclass(frozen=True)
@@ -319,144 +315,6 @@ class EngineConfig:
         self.eviction.build()
 
 
-OFFLOAD_KV_TOKENS = (
-    32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
-)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One thing `resolve` decided: the flag, the value that will be used, and why."""
-
-    flag: str
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What `resolve` needs to know of the machine and the model.
-
-    has_cuda, has_bf16: whether a CUDA device is there and computes in bfloat16. checkpoint_dtype: "bfloat16" or the like.
-    context_length: positions the model serves. expert_format, expert_group_size: what keeps the checkpoint's experts as they
-    are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights.
-    """
-
-    has_cuda: bool
-    has_bf16: bool
-    checkpoint_dtype: str
-    context_length: int
-    expert_format: str = "none"
-    expert_group_size: int = 128
-
-
-def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
-    """Replace every "auto" and missing value that can be known before loading; pure.
-
-    Raises ValueError with the remedy where a request cannot be met on this machine. Explicit values are never overruled.
-    """
-    config.validate()
-    model, kernel = config.model, config.kernel
-    decisions: list[Decision] = []
-
-    def decide(name: str, value: str, reason: str) -> str:
-        decisions.append(Decision(name, value, reason))
-        return value
-
-    device = model.device
-    if device == "auto":
-        reason = "a CUDA device is available" if facts.has_cuda else "no CUDA device is available"
-        device = decide("--device", "cuda" if facts.has_cuda else "cpu", reason)
-    elif device == "cuda" and not facts.has_cuda:
-        raise ValueError(
-            "--device cuda: PyTorch sees no CUDA device; use --device cpu, or check nvidia-smi and the driver"
-        )
-    on_cuda = device == "cuda"
-    dtype = model.dtype
-    if dtype == "auto" and not on_cuda:
-        dtype = decide("--dtype", "float32", "a CPU computes it fastest and exactly")
-    elif dtype == "auto":
-        dtype, reason = facts.checkpoint_dtype, "the checkpoint's own"
-        if dtype == "float32":
-            dtype, reason = (
-                "bfloat16",
-                "the checkpoint is float32, which halves the speed; --dtype float32 keeps it",
-            )
-        if dtype == "bfloat16" and not facts.has_bf16:
-            dtype, reason = "float16", "this GPU has no bfloat16"
-        decide("--dtype", dtype, reason)
-    elif dtype == "bfloat16" and on_cuda and not facts.has_bf16:
-        raise ValueError("--dtype bfloat16: this GPU does not compute in bfloat16; use --dtype float16")
-    attention, moe = kernel.attention_backend, kernel.moe_backend
-    if attention == "auto":
-        attention = decide(
-            "--attention-backend", "triton" if on_cuda else "sdpa", f"the fastest on {device} without extras"
-        )
-    if moe == "auto":
-        moe = decide("--moe-backend", "fused" if on_cuda else "torch", f"the fastest on {device}")
-    length = model.max_seq_len_override
-    if length is None:
-        length = facts.context_length
-        decide("--max-seq-len-override", str(length), "the model's own maximum")
-    cache, offload = config.cache, config.offload
-    sized_by_rest = offload.moe_expert_offload and offload.num_slots is None and on_cuda
-    if sized_by_rest and cache.num_pages is None and cache.max_total_tokens is None:
-        tokens = min(OFFLOAD_KV_TOKENS, length)
-        decide("--max-total-tokens", str(tokens), "the rest of the memory goes to experts")
-        cache = dataclasses.replace(cache, max_total_tokens=tokens)
-    experts, group_size = kernel.moe_expert_quantization, kernel.moe_quantization_group_size
-    if experts == "auto":
-        experts = facts.expert_format
-        if experts != "none":
-            decide("--moe-expert-quantization", experts, "the checkpoint's own")
-    if experts == facts.expert_format and experts.startswith("int4"):
-        group_size = facts.expert_group_size
-    return (
-        dataclasses.replace(
-            config,
-            model=dataclasses.replace(model, device=device, dtype=dtype, max_seq_len_override=length),
-            cache=cache,
-            kernel=dataclasses.replace(
-                kernel,
-                attention_backend=attention,
-                moe_backend=moe,
-                moe_expert_quantization=experts,
-                moe_quantization_group_size=group_size,
-            ),
-        ),
-        decisions,
-    )
-
-
-def iter_flags(cls: type) -> list[tuple[str, dataclasses.Field[Any]]]:
-    """(group name, field) of every flag of a config tree, in order."""
-    out = []
-    for group in dataclasses.fields(cls):
-        kind = group.default_factory
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            out += [(group.name, item) for item in dataclasses.fields(kind) if "help" in item.metadata]
-    return out
-
-
-def flag_names(item: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Command-line names of a field, the documented one first."""
-    return tuple(item.metadata.get("flags") or ()) or ("--" + item.name.replace("_", "-"),)
-
-
-def add_flags(parser: argparse.ArgumentParser, fields: list[dataclasses.Field[Any]], title: str) -> None:
-    """Give a parser one flag a field. Absent flags stay absent from the namespace, so that explicit ones can be told."""
-    group = parser.add_argument_group(title)
-    for item in fields:
-        names, choices = flag_names(item), item.metadata.get("choices") or None
-        default = "" if item.default in (None, "", False) else f" (default {item.default})"
-        text = (item.metadata["help"] + default).replace("%", "%%")
-        common: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": text}
-        if item.default is False:
-            group.add_argument(*names, action="store_true", **common)
-        else:
-            group.add_argument(*names, type=_parser_of(str(item.type)), choices=choices, **common)
-
-
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag a field of `EngineConfig`, in its groups."""
     for group in dataclasses.fields(EngineConfig):
@@ -468,31 +326,3 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine flags that were given, as keyword arguments of `EngineConfig.from_kwargs` and `LLM`."""
     names = {item.name for _, item in iter_flags(EngineConfig)}
     return {name: value for name, value in vars(args).items() if name in names}
-
-
-def _parser_of(annotation: str) -> Any:
-    base = annotation.replace("| None", "").strip()
-    if base.startswith(("tuple[str", "Sequence[str")):
-        return lambda text: tuple(part.strip() for part in text.split(",") if part.strip())
-    if base.startswith("tuple[int"):
-        return _whole_numbers
-    return {"int": int, "float": float, "str": str}[base]
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    """3,17 -> (3, 17); argparse turns the ValueError of anything else into its message."""
-    return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def flag_table(groups: list[tuple[str, list[dataclasses.Field[Any]]]]) -> str:
-    """Markdown table of flags, by group: the body of docs/flags.md."""
-    lines = []
-    for title, fields in groups:
-        lines += [f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]
-        for item in fields:
-            names = ", ".join(f"`{name}`" for name in flag_names(item))
-            choices = item.metadata.get("choices")
-            extra = f" ({', '.join(choices)})" if choices else ""
-            lines.append(f"| {names} | `{item.default}` | {item.metadata['help']}{extra} |")
-        lines.append("")
-    return "\n".join(lines)

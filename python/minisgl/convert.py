@@ -18,7 +18,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from minisgl.config import EngineConfig, add_flags, iter_flags
+from minisgl.config import EngineConfig
+from minisgl.flags import add_flags, iter_flags
 from minisgl.models.checkpoints import ExpertChoice, open_checkpoint, stored_experts
 from minisgl.models.checkpoints.converted import Manifest, check_sums, read_manifest
 from minisgl.models.converting import convert

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minisgl.config import Decision, EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.core import FinishReason, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprobs
 from minisgl.engine.engine import Engine
 from minisgl.engine.worker import follow
 from minisgl.models.registry import resolve_model
 from minisgl.moe.store import CacheCounters
 from minisgl.moe.trace import RoutingTrace
+from minisgl.resolve import Decision
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.scheduler import SchedulerStats
 from minisgl.text import Detokenizer, StopMatcher, Tokenizer

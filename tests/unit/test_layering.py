@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "python" / "minisgl"
 RANKS = {
-    "core": 0, "eviction": 0, "text": 1, "config": 1, "parallel": 2,
+    "core": 0, "eviction": 0, "flags": 0, "text": 1, "config": 1, "resolve": 2, "parallel": 2,
     "attention": 3, "kvcache": 3, "moe": 3, "layers": 4, "models": 5, "engine": 6, "scheduler": 7,
     "llm": 8, "planner": 8, "convert": 8, "server": 9, "generate": 9, "tune": 9, "demo": 10, "cli": 11,
     "__main__": 12, "__init__": 12,

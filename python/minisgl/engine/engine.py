@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache, make_attention
-from minisgl.config import EngineConfig, Facts, resolve
+from minisgl.config import EngineConfig
 from minisgl.engine.experts import check_can_share, make_moe_factory, share_experts
 from minisgl.engine.graphs import DecodeGraphs, graph_sizes
 from minisgl.engine.inputs import PageTable, step_arrays, to_device
@@ -43,6 +43,7 @@ from minisgl.models.spec import ModelSpec
 from minisgl.moe.store.base import CacheCounters, StoreBytes
 from minisgl.moe.store.pinned import CudaPinning, gather_host_facts
 from minisgl.moe.trace import RoutingTrace
+from minisgl.resolve import Facts, resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -64,7 +65,7 @@ class LaunchedStep:
 
 
 def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
-    """What this machine and this model are, for `config.resolve`."""
+    """What this machine and this model are, for `resolve.resolve`."""
     has_cuda = torch.cuda.is_available()
     experts = stored_experts(folder, expert_shape(spec)) if spec.moe is not None else None
     return Facts(

@@ -14,7 +14,7 @@ from collections import deque
 
 import torch
 
-from minisgl.config import Decision, EngineConfig, OffloadConfig
+from minisgl.config import EngineConfig, OffloadConfig
 from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import ExpertShape, Slab
@@ -23,6 +23,7 @@ from minisgl.moe.store import CacheCounters, ExpertStore, StagedStore, StoreByte
 from minisgl.moe.store.copies import Copies, CopyChannel, CudaCopies, DirectCopies
 from minisgl.moe.store.pinned import HostFacts, HostMemory, Pinning, pin_budget
 from minisgl.moe.store.streaming import TransientSlots
+from minisgl.resolve import Decision
 
 try:
     from minisgl.moe.store.device_cache import DeviceStore, Forked

@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from minisgl.config import EngineConfig, add_flags, iter_flags
+from minisgl.config import EngineConfig
+from minisgl.flags import add_flags, iter_flags
 from minisgl.models.checkpoints import read_headers
 from minisgl.models.registry import resolve_model
 from minisgl.planner.machine import Machine, named_machine, pinnable, this_machine

@@ -1,7 +1,7 @@
 """Every set-up that a model could run in on a machine, each with its memory and speed, and which one to take.
 
 A set-up is an expert format, where the experts live (device, part of them in a cache, or all on the CPU) and the size of a
-step. Each is turned into a real configuration by `config.resolve` and into bytes by `engine.memory`, so that a recommended
+step. Each is turned into a real configuration by `resolve.resolve` and into bytes by `engine.memory`, so that a recommended
 command line is one the engine accepts and the bytes are those it will allocate.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minisgl.config import EngineConfig, Facts, flag_names, iter_flags, resolve
+from minisgl.config import EngineConfig
 from minisgl.engine.memory import CPU_KV_SHARE, CPU_KV_TOKENS, Ledger, Setup, predict_ledger, setup_of
+from minisgl.flags import flag_names, iter_flags
 from minisgl.models.sizes import ModelSizes, shard_sizes
 from minisgl.moe.formats import get_format
 from minisgl.planner.features import lacking
@@ -21,6 +22,7 @@ from minisgl.planner.machine import Machine
 from minisgl.planner.numbers import ModelNumbers
 from minisgl.planner.predict import Speed, predict_speed
 from minisgl.planner.units import gib
+from minisgl.resolve import Facts, resolve
 
 PRECISION = ("none", "int8", "fp8_block", "fp8", "int4", "mxfp4")
 """Expert formats, the most precise first."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from minisgl.config import flag
+from minisgl.flags import flag
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from minisgl.config import EngineConfig, add_engine_flags, add_flags, engine_options
+from minisgl.config import EngineConfig, add_engine_flags, engine_options
 from minisgl.engine.worker import follow_launcher
+from minisgl.flags import add_flags
 from minisgl.models.registry import resolve_model
 from minisgl.planner import apply_auto
 from minisgl.server import bench_client

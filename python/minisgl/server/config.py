@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from minisgl.config import flag
+from minisgl.flags import flag
 
 TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "harmony")
 REASONING_PARSERS = ("auto", "none", "think", "harmony")

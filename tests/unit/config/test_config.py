@@ -7,7 +7,9 @@ import dataclasses
 
 import pytest
 
-from minisgl.config import EngineConfig, Facts, add_flags, flag_names, iter_flags, resolve
+from minisgl.config import EngineConfig
+from minisgl.flags import add_flags, flag_names, iter_flags
+from minisgl.resolve import Facts, resolve
 
 CPU = Facts(has_cuda=False, has_bf16=False, checkpoint_dtype="bfloat16", context_length=4096)
 GPU = dataclasses.replace(CPU, has_cuda=True, has_bf16=True)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from minisgl.config import EngineConfig, Facts, OffloadConfig, resolve
+from minisgl.config import EngineConfig, OffloadConfig
 from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
 from minisgl.engine.offload import (
     ExpertOffload,
@@ -21,6 +21,7 @@ from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store import CacheCounters
 from minisgl.moe.store.pinned import HostFacts
+from minisgl.resolve import Facts, resolve
 from tests.unit.planner.configs import QWEN3_30B_A3B
 
 GPU = Facts(has_cuda=True, has_bf16=True, checkpoint_dtype="bfloat16", context_length=40_960)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.config import EngineConfig, Facts, resolve
+from minisgl.config import EngineConfig
 from minisgl.engine import memory
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import graph_sizes
@@ -35,6 +35,7 @@ from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import Problem
 from minisgl.moe.workspace import Workspace
 from minisgl.planner.numbers import read_numbers
+from minisgl.resolve import Facts, resolve
 from tests.unit.planner import configs
 
 TINY: dict[str, Any] = {

@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from minisgl.config import EngineConfig, add_flags, iter_flags
+from minisgl.config import EngineConfig
 from minisgl.engine.memory import GIB, DoesNotFit, Setup
+from minisgl.flags import add_flags, iter_flags
 from minisgl.planner import (
     add_env_arguments,
     add_plan_arguments,

@@ -1,0 +1,125 @@
+"""From what the user asked for to what will run: every "auto" decided once, with the reason, and nothing changed afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from minisgl.config import CacheConfig, EngineConfig, KernelConfig, ModelConfig
+
+OFFLOAD_KV_TOKENS = (
+    32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One thing `resolve` decided: the flag, the value that will be used, and why."""
+
+    flag: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `resolve` needs to know of the machine and the model.
+
+    has_cuda, has_bf16: whether a CUDA device is there and computes in bfloat16. checkpoint_dtype: "bfloat16" or the like.
+    context_length: positions the model serves. expert_format, expert_group_size: what keeps the checkpoint's experts as they
+    are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights.
+    """
+
+    has_cuda: bool
+    has_bf16: bool
+    checkpoint_dtype: str
+    context_length: int
+    expert_format: str = "none"
+    expert_group_size: int = 128
+
+
+def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
+    """Replace every "auto" and missing value that can be known before loading; pure.
+
+    Raises ValueError with the remedy where a request cannot be met on this machine. Explicit values are never overruled.
+    """
+    config.validate()
+    made: list[Decision] = []
+    model = _resolve_model(config.model, facts, made)
+    kernel = _resolve_kernel(config.kernel, model.device == "cuda", facts, made)
+    cache = _resolve_cache(config, model, made)
+    return replace(config, model=model, kernel=kernel, cache=cache), made
+
+
+def _decide(made: list[Decision], flag: str, value: str, reason: str) -> str:
+    made.append(Decision(flag, value, reason))
+    return value
+
+
+def _resolve_model(model: ModelConfig, facts: Facts, made: list[Decision]) -> ModelConfig:
+    """Device, dtype and context length."""
+    device = model.device
+    if device == "auto":
+        reason = "a CUDA device is available" if facts.has_cuda else "no CUDA device is available"
+        device = _decide(made, "--device", "cuda" if facts.has_cuda else "cpu", reason)
+    elif device == "cuda" and not facts.has_cuda:
+        raise ValueError(
+            "--device cuda: PyTorch sees no CUDA device; use --device cpu, or check nvidia-smi and the driver"
+        )
+    dtype = model.dtype
+    if dtype == "auto":
+        dtype = _decide(made, "--dtype", *_choose_dtype(device, facts))
+    elif dtype == "bfloat16" and device == "cuda" and not facts.has_bf16:
+        raise ValueError("--dtype bfloat16: this GPU does not compute in bfloat16; use --dtype float16")
+    length = model.max_seq_len_override
+    if length is None:
+        length = facts.context_length
+        _decide(made, "--max-seq-len-override", str(length), "the model's own maximum")
+    return replace(model, device=device, dtype=dtype, max_seq_len_override=length)
+
+
+def _choose_dtype(device: str, facts: Facts) -> tuple[str, str]:
+    """What --dtype auto means there, and why."""
+    if device == "cpu":
+        return "float32", "a CPU computes it fastest and exactly"
+    if facts.checkpoint_dtype != "float16" and not facts.has_bf16:
+        return "float16", "this GPU has no bfloat16"
+    if facts.checkpoint_dtype == "float32":
+        return "bfloat16", "the checkpoint is float32, which halves the speed; --dtype float32 keeps it"
+    return facts.checkpoint_dtype, "the checkpoint's own"
+
+
+def _resolve_kernel(kernel: KernelConfig, on_cuda: bool, facts: Facts, made: list[Decision]) -> KernelConfig:
+    """Backends, and the format of the experts."""
+    device = "cuda" if on_cuda else "cpu"
+    attention, moe = kernel.attention_backend, kernel.moe_backend
+    if attention == "auto":
+        name, reason = "triton" if on_cuda else "sdpa", f"the fastest on {device} without extras"
+        attention = _decide(made, "--attention-backend", name, reason)
+    if moe == "auto":
+        moe = _decide(made, "--moe-backend", "fused" if on_cuda else "torch", f"the fastest on {device}")
+    experts, group_size = kernel.moe_expert_quantization, kernel.moe_quantization_group_size
+    if experts == "auto":
+        experts = facts.expert_format
+        if experts != "none":
+            _decide(made, "--moe-expert-quantization", experts, "the checkpoint's own")
+    if experts == facts.expert_format and experts.startswith("int4"):
+        group_size = facts.expert_group_size
+    return replace(
+        kernel,
+        attention_backend=attention,
+        moe_backend=moe,
+        moe_expert_quantization=experts,
+        moe_quantization_group_size=group_size,
+    )
+
+
+def _resolve_cache(config: EngineConfig, model: ModelConfig, made: list[Decision]) -> CacheConfig:
+    """How many tokens the KV cache holds, where the experts' cache takes what is left instead."""
+    cache, offload = config.cache, config.offload
+    sized_by_rest = offload.moe_expert_offload and offload.num_slots is None and model.device == "cuda"
+    if not sized_by_rest or cache.num_pages is not None or cache.max_total_tokens is not None:
+        return cache
+    assert model.max_seq_len_override is not None
+    tokens = min(OFFLOAD_KV_TOKENS, model.max_seq_len_override)
+    _decide(made, "--max-total-tokens", str(tokens), "the rest of the memory goes to experts")
+    return replace(cache, max_total_tokens=tokens)
