@@ -34,7 +34,7 @@ from minisgl.attention.triton_paged import (
     choose_extend_tile,
     limits_of,
 )
-from record import append_record, hbm_bandwidth
+from record import append_record, graph_us, hbm_bandwidth
 
 SHAPES = {"qwen3-30b-a3b": (32, 4, 128), "qwen3-0.6b": (16, 8, 128)}  # query heads, key/value heads, head_dim
 CUDA = torch.device("cuda")
@@ -100,27 +100,6 @@ class Pool:
         return torch.randn(shape, dtype=self.problem.dtype, device=CUDA)
 
 
-def graph_us(calls: list[Callable[[], Any]], repeats: int = 15) -> tuple[float, float, float]:
-    """Microseconds a call: median, 10th and 90th percentile over replays of one graph that holds them all."""
-    for call in calls[:2]:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # alive until the graph is done, so that none shares its output
-    times = []
-    for index in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    del kept
-    times.sort()
-    return times[len(times) // 2], times[len(times) // 10], times[-1 - len(times) // 10]
-
-
 def backend_calls(
     backend: AttentionBackend, pool: Pool, work: Work, batches: list[AttentionBatch], q_THC: torch.Tensor
 ) -> list[Callable[[], torch.Tensor]]:
@@ -163,7 +142,7 @@ def dense_torch_us(pool: Pool, work: Work) -> float | None:
     ]
     options = {"is_causal": work.q_len > 1, "scale": problem.scale, "enable_gqa": True}
     calls = [lambda k=k, v=v: scaled_dot_product_attention(q, k, v, **options) for k, v in pairs]
-    return graph_us(calls)[0]
+    return graph_us(calls).median
 
 
 def flashinfer_us(pool: Pool, work: Work, batches: list[AttentionBatch], q_THC: torch.Tensor) -> float | None:
@@ -172,7 +151,7 @@ def flashinfer_us(pool: Pool, work: Work, batches: list[AttentionBatch], q_THC: 
         return None
     check(FlashInferAttention(), pool, batches[0], q_THC)
     calls = [backend_calls(FlashInferAttention(), pool, work, [batch], q_THC)[0] for batch in batches[:16]]
-    return graph_us(calls)[0]
+    return graph_us(calls).median
 
 
 def measure(pool: Pool, work: Work, bandwidth: float, shape: str, with_peer: bool) -> dict[str, Any]:
@@ -271,7 +250,7 @@ def sweep(pool: Pool, works: list[Work], seconds: float, shape: str) -> None:
             for work, batches, q_THC in prepared:
                 check(backend, pool, batches[0], q_THC)
                 calls = backend_calls(backend, pool, work, batches, q_THC)
-                times.append(round(graph_us(calls, repeats=7)[0], 2))
+                times.append(round(graph_us(calls, repeats=7).median, 2))
         except Exception as error:  # Triton raises its own types when a tile needs more than the device has
             print(f"{tile}: {type(error).__name__}: {str(error)[:80]}")
             continue

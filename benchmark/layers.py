@@ -33,7 +33,7 @@ from minisgl.layers.launch import LinearTile
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import RopeSpec, Rotary
 from minisgl.moe.base import activate
-from record import append_record, hbm_bandwidth
+from record import append_record, graph_us, hbm_bandwidth
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 ROTATED_BYTES = 256 * 2**20  # four times the L2 cache of an H200
@@ -43,26 +43,6 @@ PRODUCTS = {  # outputs, inputs
     "qwen3-30b-a3b router": (128, 2048),
     "qwen3-30b-a3b lm_head": (151_936, 2048),
 }
-
-
-def graph_us(calls: list[Callable[[], Any]], repeats: int = 11) -> float:
-    """Median microseconds a call over replays of one graph that holds them all."""
-    for call in calls[:2]:
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # alive until the graph is done, so that none shares its output
-    times = []
-    for index in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if index >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    del kept
-    return sorted(times)[len(times) // 2]
 
 
 def tiles(rows: int, in_dim: int) -> list[LinearTile]:
@@ -90,7 +70,7 @@ def measure_product(name: str, rows: int, bandwidth: float, deadline: float) -> 
         error = (product(normed, pool[0]).double() - expected).norm() / expected.norm()
         if not float(error) < 4e-3:
             raise RuntimeError(f"wrong result: {name}, {rows} rows: error {float(error)}")
-        return graph_us([lambda w=w: product(layer(x), w) for w in pool])
+        return graph_us([lambda w=w: product(layer(x), w) for w in pool]).median
 
     torch_us = time_of(lambda a, w: F.linear(a, w))
     found: list[tuple[float, LinearTile]] = []
@@ -186,7 +166,7 @@ def measure_kernels(tokens: int) -> None:
     for name, (plain, fused) in kernel_cases(tokens).items():
         if not torch.allclose(plain().float(), fused().float(), rtol=2e-2, atol=4e-2):
             raise RuntimeError(f"wrong result: {name}")
-        report(name, tokens, graph_us([plain] * 20), graph_us([fused] * 20))
+        report(name, tokens, graph_us([plain] * 20).median, graph_us([fused] * 20).median)
     logits, specs = torch.randn(tokens, 151_936, device=CUDA) * 4, [_spec(i, 0.8) for i in range(tokens)]
     fused_us = eager_us(lambda: sampler.sample(logits, specs))
     with patch.object(sampler, "HAS_TRITON", False):

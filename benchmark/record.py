@@ -7,10 +7,10 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,35 @@ def event_ms(call: Callable[[], object], repeats: int = 20, warmup: int = 3) -> 
         end.synchronize()
         times.append(start.elapsed_time(end))
     return statistics.median(times)
+
+
+class Spread(NamedTuple):
+    """Median, 10th and 90th percentile of repeated timings."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> Spread:
+    """Microseconds a call, over replays of one graph that holds them all."""
+    for call in calls[:2]:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]  # alive until the graph is done, so that none shares its output
+    times = []
+    for index in range(repeats + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if index >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    del kept
+    times.sort()
+    return Spread(times[len(times) // 2], times[len(times) // 10], times[-1 - len(times) // 10])
 
 
 def hbm_bandwidth(num_bytes: int = 2**31) -> float:
