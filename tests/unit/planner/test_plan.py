@@ -25,7 +25,7 @@ from minisgl.planner import (
     run_plan,
 )
 from minisgl.planner import features as feature_table
-from minisgl.planner.features import Feature
+from minisgl.planner.features import FEATURES, Feature
 from minisgl.planner.gpus import GPUS
 from minisgl.planner.machine import Machine, named_machine, this_machine
 from minisgl.planner.numbers import read_numbers
@@ -94,7 +94,7 @@ def test_a_card_too_small_gets_reasons_and_the_rows_that_a_cache_would_allow() -
     plan = plan_on(machine("RTX 5070"))
     assert plan.recommended is None
     cached = [c for c in plan.candidates if c.setup.num_slots is not None and c.fits]
-    assert cached and all(c.lacks == ("no expert cache in this version",) for c in cached)
+    assert cached and all(c.lacks == (FEATURES["expert-offload"].reason,) for c in cached)
     assert all("--moe-expert-offload --moe-expert-cache-size" in plan.command(c) for c in cached)
     assert all(c.local.decode_ms <= c.worst.decode_ms for c in cached)
     resident = [c for c in plan.candidates if c.setup.num_slots is None]
@@ -167,7 +167,7 @@ def test_what_this_version_cannot_run_is_marked() -> None:
     assert all("this architecture is not served" in c.lacks for c in glm.candidates)
     two = plan_on(machine("L40S"), num_ranks=2)
     assert two.recommended is None
-    assert all("one GPU only in this version" in c.lacks for c in two.candidates)
+    assert all(FEATURES["tensor-parallel"].reason in c.lacks for c in two.candidates)
     assert "--tp 2" in two.command(two.candidates[0])
     whole = plan_on(machine("L40S")).candidates
     none_of = [next(c for c in cs if c.label == "bfloat16, all on GPU") for cs in (two.candidates, whole)]
