@@ -73,9 +73,15 @@ def oversized(path: Path) -> list[str]:
 
 
 def test_size_report() -> None:
-    """Prints what exceeds the house style. A file may, if its docstring gives the reason; a function far over may not."""
-    rows = [row for path in FILES for row in oversized(path)]
-    print("\nlarger than the house style:" if rows else "\nnothing is larger than the house style")
-    print("\n".join(rows))
-    worst = [row for row in rows if row.endswith(" lines") and int(row.split()[-2]) > 2 * MAX_FILE]
-    assert not worst
+    """Prints what exceeds the house style. Files, functions and parameter lists may, if the file's docstring says "larger than
+    the house style" and why."""
+    rows = {path: oversized(path) for path in FILES}
+    print(
+        "\nlarger than the house style:" if any(rows.values()) else "\nnothing is larger than the house style"
+    )
+    print("\n".join(row for found in rows.values() for row in found))
+    unexplained = []
+    for path, found in rows.items():
+        docstring = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        unexplained += found if "larger than the house style" not in docstring.lower() else []
+    assert not unexplained
