@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache, make_attention
 from minisgl.config import EngineConfig
 from minisgl.engine.experts import check_can_share, make_moe_factory, share_experts
 from minisgl.engine.graphs import DecodeGraphs, graph_sizes
-from minisgl.engine.inputs import PageTable, step_arrays, to_device
+from minisgl.engine.inputs import PageTable, StepArrays, step_arrays, to_device
 from minisgl.engine.memory import (
     Ledger,
     LedgerLine,
@@ -288,22 +287,24 @@ class Engine:
     def _run(self, chunks: Sequence[Chunk]) -> LaunchedStep:
         self._table.update(chunks)
         arrays = step_arrays(chunks)
-        logits_NV = self._graphs.run(arrays) if self._graphs is not None else None
-        if logits_NV is None:
-            tensors = to_device(arrays.parts(), self.device)
-            ids_T, positions_T, rows_T, *_, logit_rows_N = tensors
-            batch = self._table.batch(arrays, tensors)
-            tokens_T = self._table.tokens(ids_T, rows_T)
-            step = DecoderInput(tokens_T, positions_T, batch, self.decoder.plan(batch), logit_rows_N)
-            logits_NV = self.decoder(step, self._caches)
+        replayed = self._graphs.run(arrays) if self._graphs is not None else None
+        logits_NV, rows_N = replayed or self._run_eagerly(arrays)
         specs = [c.sample for c in chunks if c.sample is not None]
         if not specs:
             return LaunchedStep(specs, None, self._mark(), self.ranks)
-        (rows_N,) = to_device([np.array([c.row for c in chunks if c.sample is not None])], self.device)
         result = None if self.ranks.is_follower else sample(logits_NV, specs)
         tokens_N = torch.empty_like(rows_N) if result is None else result.tokens_B
         self._table.last_R.index_copy_(0, rows_N, self.group.broadcast(tokens_N))
         return LaunchedStep(specs, result.to_host() if result else None, self._mark(), self.ranks)
+
+    def _run_eagerly(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [N, V] of the rows that are sampled, and their rows [N] of the page table."""
+        tensors = to_device(arrays.parts(), self.device)
+        ids_T, positions_T, rows_T, *_, logit_rows_N = tensors
+        batch = self._table.batch(arrays, tensors)
+        tokens_T = self._table.tokens(ids_T, rows_T)
+        step = DecoderInput(tokens_T, positions_T, batch, self.decoder.plan(batch), logit_rows_N)
+        return self.decoder(step, self._caches), rows_T[logit_rows_N]
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":

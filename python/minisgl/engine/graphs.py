@@ -63,8 +63,9 @@ class DecodeGraphs:
         self.seconds = time.perf_counter() - start
         self.num_bytes = max(0, free - torch.cuda.mem_get_info(table.device)[0])
 
-    def run(self, arrays: StepArrays) -> torch.Tensor | None:
-        """Logits [B, V] of a decode step, valid until the next call; None if it is not one or no graph is large enough."""
+    def run(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Logits [B, V] of a decode step and the rows [B] of the page table they belong to, both on the device and valid until
+        the next call; None if it is not a decode step or no graph is large enough."""
         batch_size = len(arrays.rows_B)
         if arrays.max_q_len != 1 or len(arrays.logit_rows_N) != batch_size or batch_size > self.sizes[-1]:
             return None
@@ -72,7 +73,8 @@ class DecodeGraphs:
         captured = self._captured[size]
         captured.buffer.copy_(self._pack(arrays, size).pin_memory(), non_blocking=True)
         captured.graph.replay()
-        return captured.logits_SV[:batch_size]
+        rows_B = captured.buffer[2 * size : 2 * size + batch_size]
+        return captured.logits_SV[:batch_size], rows_B
 
     def _pack(self, arrays: StepArrays, size: int) -> torch.Tensor:
         used = len(arrays.rows_B)
