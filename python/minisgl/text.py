@@ -17,8 +17,13 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+_PLAIN_CLASSES = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # the same class, before and after transformers 5
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _WINDOW_LIMIT = (
@@ -189,6 +194,28 @@ class Detokenizer:
         return piece
 
 
+def _json_file(folder: str, name: str) -> dict[str, Any]:
+    """A JSON file of a model's folder; {} where there is none."""
+    path = Path(folder, name)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _hugging_face_tokenizer(folder: str) -> Any:
+    """The tokenizer that transformers' AutoTokenizer would choose.
+
+    Importing transformers takes a second, and AutoTokenizer, which brings torch and the configurations of all models, two more.
+    So neither is imported by who only counts tokens, and where the folder itself says that its tokenizer.json is everything,
+    the plain class is asked directly.
+    """
+    if _json_file(folder, "tokenizer_config.json").get("tokenizer_class") in _PLAIN_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
 class Tokenizer:
     """A Hugging Face tokenizer with the few calls an engine needs, safe to use from several threads.
 
@@ -208,15 +235,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str) -> Tokenizer:
-        """From a folder or a hub name. ValueError when there is none, or only one without a fast (Rust)
-        form.
-        """
+        """From a model's folder. ValueError when there is none, or only one without a fast (Rust) form."""
         try:
-            from transformers import AutoTokenizer, GenerationConfig
-        except ImportError as error:
-            raise ImportError("the tokenizer needs transformers: pip install transformers") from error
-        try:
-            hf = AutoTokenizer.from_pretrained(path)
+            hf = _hugging_face_tokenizer(path)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"no tokenizer at {path!r}: give a folder with tokenizer.json ({error})"
@@ -225,10 +246,7 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer at {path!r} has no tokenizer.json; convert it with transformers first"
             )
-        try:
-            eos = getattr(GenerationConfig.from_pretrained(path), "eos_token_id", None)
-        except OSError:  # no generation_config.json: the tokenizer's own end token is all there is
-            eos = None
+        eos = _json_file(path, "generation_config.json").get("eos_token_id")
         return cls(hf, [eos] if isinstance(eos, int) else eos or ())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

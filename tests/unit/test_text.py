@@ -4,13 +4,21 @@ input).
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from minisgl.models.registry import DEMO_FOLDER
 from minisgl.text import StopMatcher, Tokenizer, TokenTable
 
 CORPUS = [
@@ -211,3 +219,27 @@ def test_end_tokens_come_from_tokenizer_and_generation_config(tmp_path):
     assert Tokenizer.load(str(tmp_path)).eos_token_ids == {BYTE_LEVEL.token_id("<|end|>")}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
     assert Tokenizer.load(str(tmp_path)).eos_token_ids == {BYTE_LEVEL.token_id("<|end|>"), 5, 7}
+
+
+def test_the_plain_class_is_what_transformers_would_choose():
+    folder = str(DEMO_FOLDER)
+    assert (
+        json.loads(Path(folder, "tokenizer_config.json").read_text())["tokenizer_class"]
+        == "PreTrainedTokenizerFast"
+    )
+    ours, theirs = Tokenizer.load(folder).hf, transformers.AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.all_special_ids == theirs.all_special_ids
+
+
+def test_loading_such_a_tokenizer_leaves_torch_alone():
+    code = f"""
+import sys
+from minisgl.text import Tokenizer
+tokenizer = Tokenizer.load({str(DEMO_FOLDER)!r})
+tokenizer.render_chat([{{"role": "user", "content": "hello"}}])
+assert "torch" not in sys.modules
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "python")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
