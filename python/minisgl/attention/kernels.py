@@ -1,4 +1,4 @@
-"""Triton kernels of attention over a paged cache: extend (prefill with or without a prefix), and split decode.
+"""Triton kernels of attention over a paged cache: split decode, and what it shares with `extend_kernels`.
 
 All kernels keep the statistics of the softmax in base 2 and fp32: m is the running maximum of the logits times
 log2(e), l the running sum of exp2(logit - m), acc the running sum of exp2(logit - m) * v. Masked logits are -inf while m starts
@@ -14,6 +14,10 @@ captured graph is valid for any content, and a mixed batch is spared the empty p
     decode   chunks of keys of all requests end to end, about equally long; each is scaled by its own l, and `combine` weighs
              them with exp2(lse)
 
+Decode is latency, so its two kernels may start while the one before drains (programmatic dependent launch, PDL). Until
+`gdc_wait` returns they read lengths and page table only: whoever launches must have written those at least two kernels earlier.
+Every program passes the wait, also one with nothing to do: then a finished kernel means that all earlier ones have finished.
+
 Integers that count tokens fit 32 bits; offsets into the cache are 64-bit, since a pool passes 2^31 elements easily.
 """
 
@@ -21,16 +25,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = 1.4426950408889634
+LOWEST = -1.0e30  # where a running maximum starts
 LONG_CHUNK = 512  # keys after which a chunk's fixed cost (first loads, partial result) stops to matter
 _LONG_CHUNK = tl.constexpr(LONG_CHUNK)
 _LOG2E = tl.constexpr(LOG2E)
-_LOWEST = tl.constexpr(-1.0e30)
+_LOWEST = tl.constexpr(LOWEST)
 
 
 @triton.jit
-def _first_key(kv_len, q_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def first_key(kv_len, q_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Oldest key that the oldest of the new rows sees, rounded down to a block."""
     if WINDOW > 0:
         oldest = tl.maximum(kv_len - q_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -40,7 +46,7 @@ def _first_key(kv_len, q_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B: tl.constexpr):
+def load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B: tl.constexpr):
     """q_len and kv_len of every request; zeros behind the last one."""
     b = tl.arange(0, BLOCK_B)
     inside = b < num_requests
@@ -50,7 +56,7 @@ def _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
-def _pages(table_ptr, n, hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_pages(table_ptr, n, hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page of each key n .. n + BLOCK_N, or one scalar where a block cannot straddle pages. Keys from hi on read nothing."""
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(table_ptr + n // PAGE_SIZE, mask=n < hi, other=0)
@@ -61,7 +67,7 @@ def _pages(table_ptr, n, hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _rows(pages, n, stride_page, stride_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def row_offsets(pages, n, stride_page, stride_row, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """64-bit offset of each key's row in the cache."""
     if PAGE_SIZE % BLOCK_N == 0:
         in_page = n % PAGE_SIZE + tl.arange(0, BLOCK_N)
@@ -71,8 +77,8 @@ def _rows(pages, n, stride_page, stride_row, PAGE_SIZE: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _logits(q, k, scale_log2, SOFT_CAP: tl.constexpr):
-    """Logits that `_accumulate` has still to multiply by its scale: raw q.k, or with a cap the finished ones.
+def raw_logits(q, k, scale_log2, SOFT_CAP: tl.constexpr):
+    """Logits that `accumulate` has still to multiply by its scale: raw q.k, or with a cap the finished ones.
 
     tanh(x) = 1 - 2 / (exp(2x) + 1) saturates cleanly at both ends.
     """
@@ -83,7 +89,7 @@ def _logits(q, k, scale_log2, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP: tl.constexpr):
+def accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP: tl.constexpr):
     """One step of the online softmax with logits s [rows, keys] and values v [keys, C].
 
     The scale (positive) is applied after the maximum, where it fuses with the subtraction into one instruction an element.
@@ -106,7 +112,7 @@ def _split(q_lens, kv_lens, wave, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     lengths. In between chunks of LONG_CHUNK. `triton_paged.max_chunks` bounds the result on the host. Depends on the lengths
     only, not on padding requests, so that a graph and an eager run give the same bits.
     """
-    spans = tl.where(q_lens == 1, kv_lens - _first_key(kv_lens, 1, WINDOW, BLOCK_N), 0)
+    spans = tl.where(q_lens == 1, kv_lens - first_key(kv_lens, 1, WINDOW, BLOCK_N), 0)
     total = tl.sum(spans, 0)
     target = tl.maximum(tl.minimum(tl.cdiv(total, wave), _LONG_CHUNK), tl.cdiv(total, 4 * wave))
     even = tl.cdiv(spans, tl.maximum(tl.cdiv(spans, tl.maximum(target, BLOCK_N)), 1))
@@ -119,10 +125,12 @@ def decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    out_ptr,  # [T, H, C]: where one chunk is all
     part_ptr,  # out fp32 [chunks, H, C]: attention over one chunk
     lse_ptr,  # out fp32 [chunks, H]: log2 of its softmax denominator
     first_chunk_ptr,  # out int32 [B]
     num_chunks_ptr,  # out int32 [B]
+    sinks_ptr,
     cu_q_ptr,
     kv_lens_ptr,
     table_ptr,
@@ -140,6 +148,8 @@ def decode_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,  # 0.0: none
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -147,24 +157,29 @@ def decode_kernel(
 ):
     """One new row a request over one chunk of its keys, for the heads of one group. Grid (G, max_chunks)."""
     g, chunk = tl.program_id(0), tl.program_id(1)
-    q_lens, kv_lens = _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B)
+    q_lens, kv_lens = load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B)
     lengths, counts = _split(q_lens, kv_lens, wave, WINDOW, BLOCK_N)
     ends = tl.cumsum(counts, 0)
     requests = tl.arange(0, BLOCK_B)
+    b = tl.sum((ends <= chunk).to(tl.int32), 0)
+    length = tl.sum(tl.where(requests == b, lengths, 0), 0)
+    count = tl.sum(tl.where(requests == b, counts, 0), 0)
+    skipped = tl.sum(tl.where(requests < b, counts, 0), 0)
+    kv_len = tl.sum(tl.where(requests == b, kv_lens, 0), 0)  # here already: saves the wait for another load
+    row = tl.load(cu_q_ptr + tl.minimum(b, num_requests)).to(tl.int64)
+    lo = tl.multiple_of(first_key(kv_len, 1, WINDOW, BLOCK_N) + (chunk - skipped) * length, BLOCK_N)
+    hi = tl.minimum(lo + length, kv_len)
+    table_ptr += tl.minimum(b, num_requests - 1).to(tl.int64) * stride_table
+    pages = load_pages(table_ptr, lo, hi, PAGE_SIZE, BLOCK_N)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if (g == 0) & (chunk == 0):  # for `combine`, which would have to repeat all of the above
         tl.store(first_chunk_ptr + requests, ends - counts, mask=requests < num_requests)
         tl.store(num_chunks_ptr + requests, counts, mask=requests < num_requests)
-    b = tl.sum((ends <= chunk).to(tl.int32), 0)
     if b >= num_requests:
         return
-    length = tl.sum(tl.where(requests == b, lengths, 0), 0)
-    skipped = tl.sum(tl.where(requests < b, counts, 0), 0)
-    kv_len = tl.sum(tl.where(requests == b, kv_lens, 0), 0)  # here already: saves the wait for another load
 
-    row = tl.load(cu_q_ptr + b).to(tl.int64)
-    lo = tl.multiple_of(_first_key(kv_len, 1, WINDOW, BLOCK_N) + (chunk - skipped) * length, BLOCK_N)
-    hi = tl.minimum(lo + length, kv_len)
-    table_ptr += b.to(tl.int64) * stride_table
     h, c = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
     heads_inside = (h < GROUP)[:, None] & (c < HEAD_DIM)[None, :]
     q_ptrs = q_ptr + row * stride_q_row + (g * GROUP + h)[:, None] * stride_q_head + c[None, :]
@@ -175,23 +190,30 @@ def decode_kernel(
     m = tl.full([BLOCK_H], _LOWEST, tl.float32)
     l = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
-    pages = _pages(table_ptr, lo, hi, PAGE_SIZE, BLOCK_N)
     for n in range(lo, hi, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
-        offsets = _rows(pages, n, stride_page, stride_row, PAGE_SIZE, BLOCK_N)[:, None] + c[None, :]
+        offsets = row_offsets(pages, n, stride_page, stride_row, PAGE_SIZE, BLOCK_N)[:, None] + c[None, :]
         # The next block's pages are fetched one step early: the loads of k and v need not wait for their addresses.
-        pages = _pages(table_ptr, n + BLOCK_N, hi, PAGE_SIZE, BLOCK_N)
+        pages = load_pages(table_ptr, n + BLOCK_N, hi, PAGE_SIZE, BLOCK_N)
         inside = (keys < hi)[:, None] & (c < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
-        s = _logits(q, k, scale_log2, SOFT_CAP)
+        s = raw_logits(q, k, scale_log2, SOFT_CAP)
         visible = keys < hi
         if WINDOW > 0:
             visible = visible & (keys >= kv_len - WINDOW)
         s = tl.where(visible[None, :], s, float("-inf"))
         v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        acc, m, l = _accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP)
+        acc, m, l = accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP)
 
-    head = chunk.to(tl.int64) * (tl.num_programs(0) * GROUP) + g * GROUP + h
+    heads = tl.num_programs(0) * GROUP
+    if count == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + g * GROUP + h, mask=h < GROUP, other=0.0).to(tl.float32)
+            l += tl.exp2(sink * _LOG2E - m)
+        out_ptrs = out_ptr + (row * heads + g * GROUP + h)[:, None] * HEAD_DIM + c[None, :]
+        tl.store(out_ptrs, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=heads_inside)
+        return
+    head = chunk.to(tl.int64) * heads + g * GROUP + h
     tl.store(lse_ptr + head, m + tl.log2(l), mask=h < GROUP)
     tl.store(part_ptr + head[:, None] * HEAD_DIM + c[None, :], acc / l[:, None], mask=heads_inside)
 
@@ -207,15 +229,22 @@ def combine_kernel(
     sinks_ptr,
     HEAD_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Weigh the chunks of one request and head, and the sink. No chunks (padding) give zeros. Grid (B, H)."""
     b, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = tl.load(cu_q_ptr + b).to(tl.int64)
-    if tl.load(cu_q_ptr + b + 1) != row + 1:
+    is_single = tl.load(cu_q_ptr + b + 1) == row + 1
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if not is_single:
         return
     first, count = tl.load(first_chunk_ptr + b), tl.load(num_chunks_ptr + b)
+    if count == 1:  # `decode_kernel` wrote the output
+        return
     m = tl.full([1], _LOWEST, tl.float32)
     l = tl.zeros([1], tl.float32)
     if HAS_SINKS:
@@ -238,140 +267,3 @@ def combine_kernel(
     acc = acc / tl.where(l == 0.0, 1.0, l)
     out_ptrs = out_ptr + (row * num_heads + head) * HEAD_DIM + c
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=c < HEAD_DIM)
-
-
-@triton.jit
-def _extend_blocks(
-    acc,
-    m,
-    l,
-    q,
-    lo,
-    hi,
-    kv_len,
-    positions,  # of each row in its request
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    scale_log2,
-    stride_page,
-    stride_row,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Blocks of keys lo .. hi for one tile of rows. Without MASKED every row sees every key of them."""
-    c = tl.arange(0, BLOCK_C)
-    pages = _pages(table_ptr, lo, kv_len, PAGE_SIZE, BLOCK_N)
-    for n in range(lo, hi, BLOCK_N):
-        keys = n + tl.arange(0, BLOCK_N)
-        offsets = _rows(pages, n, stride_page, stride_row, PAGE_SIZE, BLOCK_N)[:, None] + c[None, :]
-        pages = _pages(table_ptr, n + BLOCK_N, kv_len, PAGE_SIZE, BLOCK_N)
-        inside = (c < HEAD_DIM)[None, :]
-        if MASKED:
-            inside = inside & (keys < kv_len)[:, None]
-        k = tl.load(k_ptr + offsets, mask=inside, other=0.0)
-        s = _logits(q, k, scale_log2, SOFT_CAP)
-        if MASKED:
-            visible = keys[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-            s = tl.where(visible, s, float("-inf"))
-        v = tl.load(v_ptr + offsets, mask=inside, other=0.0)
-        acc, m, l = _accumulate(acc, m, l, s, v, scale_log2, SOFT_CAP)
-    return acc, m, l
-
-
-@triton.jit(do_not_specialize=["num_requests", "stride_table"])
-def extend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,  # [T, H, C]
-    sinks_ptr,
-    cu_q_ptr,
-    kv_lens_ptr,
-    table_ptr,
-    num_requests,
-    scale_log2,
-    stride_q_row,
-    stride_q_head,
-    stride_page,
-    stride_row,
-    stride_head,
-    stride_table,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr,  # requests with one row are left to decode_kernel
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One tile of BLOCK_M (token, head) rows of one request and group over all keys they see. Grid (G, max_tiles)."""
-    g, tile = tl.program_id(0), tl.program_id(1)
-    q_lens, _ = _load_lens(cu_q_ptr, kv_lens_ptr, num_requests, BLOCK_B)
-    if SKIP_SINGLE:
-        q_lens = tl.where(q_lens == 1, 0, q_lens)
-    counts = tl.cdiv(q_lens * GROUP, BLOCK_M)
-    b = tl.sum((tl.cumsum(counts, 0) <= tile).to(tl.int32), 0)
-    if b >= num_requests:
-        return
-    requests = tl.arange(0, BLOCK_B)
-    tile = (
-        tl.sum(tl.where(requests <= b, counts, 0), 0) - 1 - tile
-    )  # the last tile has most keys: start it first
-
-    q_start = tl.load(cu_q_ptr + b)
-    q_len = tl.load(cu_q_ptr + b + 1) - q_start
-    kv_len = tl.load(kv_lens_ptr + b)
-    prefix = kv_len - q_len
-    r, c = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
-    token, head = r // GROUP, g * GROUP + r % GROUP
-    first = prefix + tile * BLOCK_M // GROUP
-    last = prefix + tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP, q_len - 1)
-    inside = (token < q_len)[:, None] & (c < HEAD_DIM)[None, :]
-    row = (q_start + token).to(tl.int64)
-    q_ptrs = q_ptr + (row * stride_q_row + head * stride_q_head)[:, None] + c[None, :]
-    q = tl.load(q_ptrs, mask=inside, other=0.0)
-
-    m = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
-        m = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
-        l += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    table_ptr += b.to(tl.int64) * stride_table
-    k_ptr += g * stride_head
-    v_ptr += g * stride_head
-    # Keys [lo, hi) are seen by some row; blocks in [full_lo, full_hi) by all of them. A padding request (kv_len 0) has none.
-    hi = tl.maximum(tl.minimum(last + 1, kv_len), 0)
-    lo = _first_key(first + 1, 1, WINDOW, BLOCK_N)
-    full_lo = lo
-    if WINDOW > 0:
-        full_lo = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N) * BLOCK_N, hi)
-    full_hi = tl.maximum(tl.maximum(first + 1, 0) // BLOCK_N * BLOCK_N, full_lo)
-    if WINDOW > 0:
-        acc, m, l = _extend_blocks(
-            acc, m, l, q, tl.multiple_of(lo, BLOCK_N), full_lo, kv_len, token + prefix, k_ptr, v_ptr, table_ptr, scale_log2,
-            stride_page, stride_row, True, HEAD_DIM, PAGE_SIZE, WINDOW, SOFT_CAP, BLOCK_C, BLOCK_N,
-        )  # fmt: skip
-    acc, m, l = _extend_blocks(
-        acc, m, l, q, full_lo, full_hi, kv_len, token + prefix, k_ptr, v_ptr, table_ptr, scale_log2,
-        stride_page, stride_row, False, HEAD_DIM, PAGE_SIZE, WINDOW, SOFT_CAP, BLOCK_C, BLOCK_N,
-    )  # fmt: skip
-    acc, m, l = _extend_blocks(
-        acc, m, l, q, full_hi, hi, kv_len, token + prefix, k_ptr, v_ptr, table_ptr, scale_log2,
-        stride_page, stride_row, True, HEAD_DIM, PAGE_SIZE, WINDOW, SOFT_CAP, BLOCK_C, BLOCK_N,
-    )  # fmt: skip
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    out_ptrs = out_ptr + ((row * (tl.num_programs(0) * GROUP) + head) * HEAD_DIM)[:, None] + c[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)

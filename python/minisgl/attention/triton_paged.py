@@ -1,4 +1,4 @@
-"""The Triton backend: launches the kernels of `kernels.py`. Nothing here depends on what the batch holds, only on its shapes.
+"""The Triton backend: launches the kernels of this folder. Nothing here depends on what the batch holds, only on its shapes.
 
     decode (every request one row)   decode_kernel -> combine_kernel
     extend (anything else)           extend_kernel, and for rows that are alone in their request, when keys may be many, decode
@@ -10,17 +10,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
 from minisgl.attention.base import AttentionBatch, AttentionProblem, LayerCache
-from minisgl.attention.kernels import LOG2E, LONG_CHUNK, combine_kernel, decode_kernel, extend_kernel
+from minisgl.attention.extend_kernels import extend_kernel
+from minisgl.attention.kernels import LOG2E, LONG_CHUNK, combine_kernel, decode_kernel
 
 INTERPRETED = not isinstance(decode_kernel, triton.JITFunction)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+BATCH_BLOCKS = (
+    16,
+    64,
+    *(256 << n for n in range(12)),
+)  # requests that a program looks at, in few compiled variants
+FEW_REQUESTS = 8  # up to here combining is latency, and takes all chunks of a usual context at once
 
 
 @dataclass(frozen=True)
@@ -66,18 +74,22 @@ class TritonPlan:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the choice of tiles asks of a device: multiprocessors, and shared memory that one program can have."""
+    """What the choice of tiles asks of a device: multiprocessors, shared memory that one program can have, dependent launch."""
 
     num_sms: int
     shared_bytes: int
+    dependent_launch: bool = False
 
 
+@lru_cache
 def limits_of(device: torch.device) -> Limits:
     """The device's limits; without CUDA (interpreter) those of a small card."""
     if device.type != "cuda":
         return Limits(num_sms=4, shared_bytes=99 * 1024)
     properties = torch.cuda.get_device_properties(device)
-    return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return Limits(
+        properties.multi_processor_count, properties.shared_memory_per_block_optin, properties.major >= 9
+    )
 
 
 def choose_decode_tile(problem: AttentionProblem, limits: Limits) -> DecodeTile:
@@ -214,13 +226,18 @@ class TritonAttention:
         if plan.extend is not None:
             launch_extend(out_THC, q_THC, cache, batch, plan, problem, sinks_H)
         if plan.split is not None:
-            launch_decode(q_THC, cache, batch, plan.split, problem)
+            launch_decode(out_THC, q_THC, cache, batch, plan.split, problem, sinks_H)
             launch_combine(out_THC, batch, plan.split, problem, sinks_H)
         return out_THC
 
 
 def launch_options(tile: DecodeTile | ExtendTile) -> dict[str, int]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Programmatic dependent launch, for kernel and driver alike."""
+    return {"PDL": True, "launch_pdl": True} if limits_of(device).dependent_launch else {"PDL": False}
 
 
 def common_arguments(
@@ -248,7 +265,7 @@ def common_arguments(
         "PAGE_SIZE": problem.page_size,
         "WINDOW": problem.window or 0,
         "SOFT_CAP": problem.soft_cap or 0.0,
-        "BLOCK_B": 64 if num_requests <= 64 else max(256, triton.next_power_of_2(num_requests)),
+        "BLOCK_B": next(size for size in BATCH_BLOCKS if size >= num_requests),
         "BLOCK_C": padded(problem.head_dim),
     }
 
@@ -280,23 +297,29 @@ def launch_extend(
 
 
 def launch_decode(
+    out_THC: torch.Tensor,
     q_THC: torch.Tensor,
     cache: LayerCache,
     batch: AttentionBatch,
     split: SplitPlan,
     problem: AttentionProblem,
+    sinks_H: torch.Tensor | None,
 ) -> None:
     kernel: Any = decode_kernel  # Triton's launch syntax is beyond type checkers
     kernel[(problem.num_kv_heads, split.max_chunks)](
         **common_arguments(q_THC, cache, batch, problem),
+        out_ptr=out_THC,
         part_ptr=split.part,
         lse_ptr=split.lse,
         first_chunk_ptr=split.first_chunk_B,
         num_chunks_ptr=split.num_chunks_B,
+        sinks_ptr=split.part if sinks_H is None else sinks_H,
         wave=split.wave,
+        HAS_SINKS=sinks_H is not None,
         BLOCK_H=padded(problem.group_size),
         BLOCK_N=split.tile.block_n,
         **launch_options(split.tile),
+        **dependent_launch(q_THC.device),
     )
 
 
@@ -319,5 +342,6 @@ def launch_combine(
         HEAD_DIM=problem.head_dim,
         HAS_SINKS=sinks_H is not None,
         BLOCK_C=padded(problem.head_dim),
-        BLOCK_S=16,
+        BLOCK_S=64 if batch.batch_size <= FEW_REQUESTS else 16,
+        **dependent_launch(out_THC.device),
     )

@@ -107,6 +107,19 @@ def test_any_number_of_chunks_gives_the_same_answer_within_the_bound(wave_progra
     assert int(plan.num_chunks_B[0]) == {1: 1, 4: 3, 4000: 6}[wave_programs]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_one_chunk_goes_straight_to_the_output(has_sinks):
+    case = random_case(make_problem(has_sinks=has_sinks), [(1, 16), (1, 40), (1, 0)])
+    backend = tp.TritonAttention(DECODE)
+    plan = backend.plan(case.problem, case.batch)
+    assert plan.split is not None
+    plan.split.part.fill_(float("nan"))
+    out = backend.forward(case.q_THC, case.cache, case.batch, plan, case.problem, case.sinks_H)
+    assert plan.split.num_chunks_B.tolist() == [1, 3, 0]
+    assert plan.split.part.view(-1, 2, 16)[0].isnan().all()
+    assert max_error(out, case) < TOLERANCE[torch.float32]
+
+
 def test_a_plan_stays_valid_when_the_content_of_the_batch_changes():
     problem = make_problem()
     first = random_case(problem, [(1, 90), (1, 90), (1, 90)], slack=1)

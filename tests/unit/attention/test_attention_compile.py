@@ -20,7 +20,7 @@ from minisgl.attention import triton_paged as tp
 from minisgl.attention.reference import random_case
 from minisgl.attention.store import launch_store
 
-LIMITS = {90: tp.Limits(132, 227 * 1024), 120: tp.Limits(48, 99 * 1024)}
+LIMITS = {90: tp.Limits(132, 227 * 1024, True), 120: tp.Limits(48, 99 * 1024, True)}
 
 
 class NamedTarget:
