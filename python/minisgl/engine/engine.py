@@ -13,25 +13,29 @@ import torch
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache, make_attention
 from minisgl.config import EngineConfig
+from minisgl.core import TokenLogprobs
 from minisgl.engine.experts import check_can_share, make_moe_factory, share_experts
 from minisgl.engine.graphs import DecodeGraphs, graph_sizes
 from minisgl.engine.inputs import PageTable, StepArrays, step_arrays, to_device
 from minisgl.engine.memory import (
+    DoesNotFit,
     Ledger,
     LedgerLine,
     available_host_bytes,
     check_fits,
     cuda_budget,
     graph_bytes,
+    largest_problem,
     pages_on_cpu,
     pages_on_cuda,
     predict_ledger,
     setup_of,
 )
 from minisgl.engine.offload import ExpertOffload, pages_for, size_cache
+from minisgl.engine.prompt_scores import PromptScores, score_prompts
 from minisgl.engine.ranks import Ranks, Setup, start_ranks
 from minisgl.engine.sampler import SampleResult, sample
-from minisgl.engine.step import Chunk, SampledToken, SampleSpec
+from minisgl.engine.step import Chunk, SampledToken, SampleSpec, ScoreSpec
 from minisgl.kvcache import KVPool, bytes_per_page
 from minisgl.models.checkpoints import stored_experts
 from minisgl.models.decoder import Decoder, DecoderInput
@@ -49,18 +53,23 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step on its way. `wait` blocks until its tokens are on the host."""
+    """A step on its way. `wait` blocks until its tokens are on the host, and with them the `prompt_scores` of its chunks."""
 
     specs: Sequence[SampleSpec]
     result: SampleResult | None
     done: torch.cuda.Event | None
     ranks: Ranks
+    score_specs: Sequence[ScoreSpec] = ()
+    scores: PromptScores | None = None
 
     def wait(self) -> list[SampledToken]:
         with self.ranks.guard():
             if self.done is not None:
                 self.done.synchronize()
         return self.result.fetch(self.specs) if self.result is not None else []
+
+    def prompt_scores(self) -> list[list[TokenLogprobs]]:
+        return self.scores.fetch(self.score_specs) if self.scores is not None else []
 
 
 def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
@@ -95,6 +104,9 @@ class Engine:
         self.config, self.group = self.ranks.config, self.ranks.group
         try:
             self._build(folder, record_routing)
+        except torch.OutOfMemoryError as error:
+            self.ranks.close()
+            raise self._out_of_memory(error) from error
         except BaseException:
             self.ranks.close()
             raise
@@ -116,6 +128,7 @@ class Engine:
             fill_dummy_weights(self.decoder, seed=0)
         else:
             load_weights(self.decoder, folder)
+        self._reserve_workspace()
         record = (record_routing or self.config.offload.moe_trace) and not self.ranks.is_follower
         self.trace = self._watch_routing() if record else None
         rows = self.config.scheduler.max_running_requests
@@ -158,6 +171,8 @@ class Engine:
         pinning = CudaPinning() if self.device.type == "cuda" else None
         offload = ExpertOffload(self.config.offload, sizes, record, self.device, gather_host_facts(), pinning)
         self.decisions += offload.decisions
+        planned = replace(self.config.offload, moe_offload_mode=offload.mode)
+        self.config = replace(self.config, offload=planned)
         return offload
 
     def _check_memory(self) -> None:
@@ -167,6 +182,24 @@ class Engine:
             check_fits(ledger, cuda_budget(self.device, self.config.cache.memory_ratio))
         else:
             check_fits(ledger, available_host_bytes(), where="host")
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
+        """The allocator's refusal in our words: others may have taken memory since it was checked, or fragments remain."""
+        ledger = predict_ledger(self._sizes, setup_of(self.config))
+        return DoesNotFit(
+            f"the device ran out of memory while loading ({str(error).splitlines()[0]}). Lower --memory-ratio or "
+            "--max-prefill-length, or quantize with --moe-expert-quantization",
+            ledger.on("device"),
+            cuda_budget(self.device, self.config.cache.memory_ratio),
+            ledger,
+        )
+
+    def _reserve_workspace(self) -> None:
+        """Scratch space of the largest step, before the KV cache takes what is left and graphs point into it."""
+        problem = largest_problem(self._sizes, setup_of(self.config))
+        for layer in self.decoder.moe_layers().values():
+            assert problem is not None
+            layer.backend.reserve(problem, self.device)  # one for all layers: the first call does it
 
     def _make_decoder(self) -> Decoder:
         kernel = self.config.kernel
@@ -286,25 +319,32 @@ class Engine:
 
     def _run(self, chunks: Sequence[Chunk]) -> LaunchedStep:
         self._table.update(chunks)
-        arrays = step_arrays(chunks)
-        replayed = self._graphs.run(arrays) if self._graphs is not None else None
-        logits_NV, rows_N = replayed or self._run_eagerly(arrays)
-        specs = [c.sample for c in chunks if c.sample is not None]
-        if not specs:
-            return LaunchedStep(specs, None, self._mark(), self.ranks)
-        result = None if self.ranks.is_follower else sample(logits_NV, specs)
-        tokens_N = torch.empty_like(rows_N) if result is None else result.tokens_B
-        self._table.last_R.index_copy_(0, rows_N, self.group.broadcast(tokens_N))
-        return LaunchedStep(specs, result.to_host() if result else None, self._mark(), self.ranks)
+        arrays, asked = step_arrays(chunks), [c.score for c in chunks if c.score is not None]
+        replayed = self._graphs.run(arrays) if self._graphs is not None and not asked else None
+        logits_NV, rows_N, scores = (*replayed, None) if replayed else self._run_eagerly(arrays, asked)
+        specs, result = [c.sample for c in chunks if c.sample is not None], None
+        if specs:
+            result = None if self.ranks.is_follower else sample(logits_NV, specs)
+            tokens_N = torch.empty_like(rows_N) if result is None else result.tokens_B
+            self._table.last_R.index_copy_(0, rows_N, self.group.broadcast(tokens_N))
+        result, scores = result and result.to_host(), scores and scores.to_host()
+        return LaunchedStep(specs, result, self._mark(), self.ranks, asked, scores)
 
-    def _run_eagerly(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [N, V] of the rows that are sampled, and their rows [N] of the page table."""
+    def _run_eagerly(
+        self, arrays: StepArrays, asked: Sequence[ScoreSpec]
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
+        """Logits [N, V] of the rows that are sampled, their rows [N] of the page table, and what was asked of prompts."""
         tensors = to_device(arrays.parts(), self.device)
-        ids_T, positions_T, rows_T, *_, logit_rows_N = tensors
-        batch = self._table.batch(arrays, tensors)
+        ids_T, positions_T, rows_T, *_, wanted_X, targets_S = tensors
+        batch, num_logits = self._table.batch(arrays, tensors), len(arrays.logit_rows_N)
         tokens_T = self._table.tokens(ids_T, rows_T)
-        step = DecoderInput(tokens_T, positions_T, batch, self.decoder.plan(batch), logit_rows_N)
-        return self.decoder(step, self._caches), rows_T[logit_rows_N]
+        step = DecoderInput(tokens_T, positions_T, batch, self.decoder.plan(batch), wanted_X)
+        hidden_XD, lm_head = self.decoder.hidden(step, self._caches), self.decoder.lm_head
+        scores, most = None, self.config.scheduler.max_running_requests  # the sampler's memory is reserved for so many rows
+        if asked:
+            num_top = max(spec.num_top for spec in asked)
+            scores = score_prompts(lm_head, hidden_XD[num_logits:], targets_S, num_top, most)
+        return lm_head(hidden_XD[:num_logits]), rows_T[wanted_X[:num_logits]], scores
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -339,6 +379,7 @@ class Engine:
         moe_layers = self.decoder.moe_layers().values()
         dense = sum(p.numel() * p.itemsize for p in self.decoder.parameters())
         experts = [layer.store.bytes() for layer in moe_layers]
+        scratch = {id(layer.backend): layer.backend.scratch_bytes(self.device) for layer in moe_layers}
         shared = self._offload.bytes() if self._offload is not None else StoreBytes()
         table = self._table
         lines = [
@@ -349,6 +390,7 @@ class Engine:
             LedgerLine("expert copies", shared.pinned, "host"),
             LedgerLine("KV pages", self.kv_pool.num_bytes, where),
             LedgerLine("page table", table.pages_RP.nbytes + table.last_R.nbytes, where),
+            LedgerLine("workspace", max(scratch.values(), default=0), where),
             LedgerLine("CUDA graphs", self._graphs.num_bytes if self._graphs else 0, where),
         ]
         return Ledger(tuple(line for line in lines if line.num_bytes))

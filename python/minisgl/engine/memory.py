@@ -3,7 +3,8 @@
 `Engine.ledger` counts the tensors it holds; `predict_ledger` computes the same lines, under the same names, from sizes alone,
 before anything is loaded. The planner and the engine's own check both use it, so a plan and a run can't disagree unnoticed.
 
-    for good     dense weights, experts, KV pages, page table, workspace, CUDA graphs
+    for good     dense weights, experts, KV pages, page table, workspace, CUDA graphs; with offload also what experts stream
+                 through: transient slots, or a pinned ring on the host
     for a step   activations of the largest step, or the sampler's scratch, whichever is larger
     not ours     the CUDA context, other processes, the desktop
 """
@@ -21,6 +22,8 @@ from minisgl.engine.graphs import graph_sizes
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import Problem
 from minisgl.moe.formats import get_format
+from minisgl.moe.store.pinned import gather_host_facts
+from minisgl.moe.store.planning import graph_holds
 from minisgl.moe.workspace import ALIGNMENT, buffer_specs, next_power_of_two
 
 GIB = 2**30
@@ -68,11 +71,21 @@ class Ledger:
 
 
 class DoesNotFit(ValueError):
-    """The engine needs more memory than there is. ledger: what it needs, None where only the total is known."""
+    """The engine needs more memory than there is. ledger: what it needs, None where only the total is known.
 
-    def __init__(self, message: str, needed: int, available: int, ledger: Ledger | None = None) -> None:
+    shortage: what is missing, in words; the message itself, unless that goes on with what would fit.
+    """
+
+    def __init__(
+        self, message: str, needed: int, available: int, ledger: Ledger | None = None, shortage: str = ""
+    ) -> None:
         super().__init__(message)
         self.needed, self.available, self.ledger = needed, available, ledger
+        self.shortage = shortage or message
+
+    def explained(self, text: str) -> DoesNotFit:
+        """The same error with another message."""
+        return DoesNotFit(text, self.needed, self.available, self.ledger, self.shortage)
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,9 @@ class Setup:
     """The choices that decide how much memory an engine takes; a resolved configuration in plain numbers.
 
     weight_format, group_size: of the experts (--moe-expert-quantization). num_slots: experts a layer keeps on the device,
-    None for all of them. num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs.
-    fused: whether the fused MoE backend, which has a workspace, computes the experts.
+    None for all of them; staged: whether the host plans that cache; wave_size: missing experts that travel together.
+    num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs. fused: whether the fused MoE
+    backend, which has a workspace, computes the experts; keeps_workspace: whether it is kept between steps.
     """
 
     on_cuda: bool
@@ -91,11 +105,18 @@ class Setup:
     weight_format: str = "none"
     group_size: int = 128
     num_slots: int | None = None
+    staged: bool = False
+    wave_size: int = 8
     page_size: int = 16
     max_running_requests: int = 256
     max_prefill_length: int = 8192
     graph_batch: int = 256
     fused: bool = True
+    keeps_workspace: bool = True
+
+    @property
+    def offloaded(self) -> bool:
+        return self.num_slots is not None
 
     @property
     def step_tokens(self) -> int:
@@ -107,20 +128,23 @@ def setup_of(config: EngineConfig, num_pages: int = 2) -> Setup:
     """The set-up that a resolved configuration means. num_pages: where the configuration leaves it to memory."""
     model, scheduler, kernel = config.model, config.scheduler, config.kernel
     assert model.max_seq_len_override is not None, "the configuration must be resolved"
-    graph_batch = kernel.cuda_graph_max_bs
+    graph_batch, on_cuda = kernel.cuda_graph_max_bs, model.device == "cuda"
     return Setup(
-        on_cuda=model.device == "cuda",
+        on_cuda=on_cuda,
         dtype=getattr(torch, model.dtype),
         max_seq_len=model.max_seq_len_override,
         num_pages=config.cache.num_pages or num_pages,
         weight_format=kernel.moe_expert_quantization,
         group_size=kernel.moe_quantization_group_size,
         num_slots=config.offload.num_slots if config.offload.moe_expert_offload else None,
+        staged=not on_cuda or config.offload.moe_offload_mode == "staged",
+        wave_size=config.offload.moe_expert_offload_wave_size,
         page_size=config.cache.page_size,
         max_running_requests=scheduler.max_running_requests,
         max_prefill_length=scheduler.max_prefill_length,
         graph_batch=scheduler.max_running_requests if graph_batch is None else graph_batch,
         fused=kernel.moe_backend == "fused",
+        keeps_workspace=not kernel.disable_moe_workspace_cache,
     )
 
 
@@ -137,16 +161,32 @@ def page_table_bytes(num_rows: int, max_seq_len: int, page_size: int) -> int:
     return (num_rows + 1) * (-(-max_seq_len // page_size) * 4 + 8)
 
 
-def workspace_bytes(sizes: ModelSizes, setup: Setup) -> int:
-    """Bytes of the fused MoE arena for the largest step: routes x D rows, routes x F activated, sorted ids, fp8 codes.
+def expert_cache_bytes(sizes: ModelSizes, setup: Setup, num_slots: int) -> int:
+    """Bytes of `num_slots` experts a layer in every MoE layer: layers x slots x one record (values, scales, padding).
 
-    T tokens make T x K routes: 8,192 tokens of Qwen3-30B-A3B 65,536 routes, whose rows take 268 MB in bf16. The arena is made
-    for the next power of two of T.
+    Qwen3-30B-A3B in fp8 with 8 slots: 48 x 8 x 4,732,928 = 1.69 GiB.
     """
-    if sizes.expert is None or not setup.fused:
-        return 0
+    return (
+        sizes.num_sparse * num_slots * sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
+    )
+
+
+def num_transient_slots(wave_size: int, num_experts: int) -> int:
+    """Slots through which a prompt's experts stream: enough for the link to be busy while a layer routes and computes."""
+    return min(4 * wave_size, num_experts)
+
+
+def num_ring_records(wave_size: int, num_slots: int) -> int:
+    """Pinned records through which the staged store copies what is not pinned itself."""
+    return min(2 * wave_size, num_slots)
+
+
+def largest_problem(sizes: ModelSizes, setup: Setup) -> Problem | None:
+    """The MoE problem of the largest step, which decides the workspace; None for a dense model."""
+    if sizes.expert is None:
+        return None
     weight_format = get_format(setup.weight_format, setup.dtype, setup.group_size)
-    problem = Problem(
+    return Problem(
         num_tokens=setup.step_tokens,
         top_k=sizes.top_k,
         num_slots=sizes.num_experts,  # kernels are chosen as if all experts were resident
@@ -155,6 +195,17 @@ def workspace_bytes(sizes: ModelSizes, setup: Setup) -> int:
         dtype=setup.dtype,
         group_size=weight_format.group_size,
     )
+
+
+def workspace_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes of the fused MoE arena for the largest step: routes x D rows, routes x F activated, sorted ids, fp8 codes.
+
+    T tokens make T x K routes: 8,192 tokens of Qwen3-30B-A3B 65,536 routes, whose rows take 268 MB in bf16. The arena is made
+    for the next power of two of T.
+    """
+    problem = largest_problem(sizes, setup)
+    if problem is None or not setup.fused:
+        return 0
     specs = buffer_specs(problem, next_power_of_two(problem.num_tokens)).values()
     return sum(_rounded(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in filter(None, specs))
 
@@ -179,18 +230,30 @@ def sampler_bytes(num_rows: int, vocab_size: int) -> int:
     return num_rows * vocab_size * 8
 
 
-def graph_bytes(sizes: ModelSizes, setup: Setup) -> int:
-    """Bytes that captured decode graphs keep: for every batch size its float32 logits and its rows of the page table, and
-    once the temporaries of the largest, in a pool that all of them share. What the driver keeps a graph is not counted.
+def captured_batches(sizes: ModelSizes, setup: Setup) -> list[int]:
+    """Decode batches that run as CUDA graphs: none where the host plans the expert cache, and where the device does those
+    that few waves of its slots serve.
     """
-    if not setup.on_cuda or setup.graph_batch == 0:
+    if not setup.on_cuda or setup.graph_batch == 0 or (setup.offloaded and setup.staged):
+        return []
+    batches = graph_sizes(min(setup.graph_batch, setup.max_running_requests))
+    if setup.num_slots is None:
+        return batches
+    return [n for n in batches if graph_holds(n, sizes.top_k, sizes.num_experts, setup.num_slots)]
+
+
+def graph_bytes(sizes: ModelSizes, setup: Setup) -> int:
+    """Bytes that captured decode graphs keep, all of which they share: float32 logits and page table rows of the largest batch,
+    and its temporaries. What the driver keeps a graph is not counted.
+    """
+    captured = captured_batches(sizes, setup)
+    if not captured:
         return 0
-    captured = graph_sizes(min(setup.graph_batch, setup.max_running_requests))
-    rows, largest = sum(captured), max(captured)
+    largest = max(captured)
     pages = -(-setup.max_seq_len // setup.page_size)
     item, q_dim = setup.dtype.itemsize, sizes.num_heads * sizes.head_dim
     temporaries = largest * (sizes.vocab_size * item + 8 * item * sizes.model_dim + (8 + 2 * item) * q_dim)
-    return rows * (4 * sizes.vocab_size + 4 * pages) + temporaries
+    return largest * (4 * sizes.vocab_size + 4 * pages) + temporaries
 
 
 def _rounded(num_bytes: int) -> int:
@@ -198,28 +261,33 @@ def _rounded(num_bytes: int) -> int:
 
 
 def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
-    """What an engine with this set-up will allocate, line by line; the names are those of `Engine.ledger`, and "one step".
-
-    Raises ValueError where the expert format can't store the model's experts.
+    """The lines of `Engine.ledger` for a model in a set-up, before anything is loaded, and "one step" beside them: temporaries,
+    which the engine only has while it computes. Lines of zero bytes are left out. sizes: of one rank (`shard_sizes`).
     """
     where = "device" if setup.on_cuda else "host"
     record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
+    everything = expert_cache_bytes(sizes, setup, sizes.num_experts)
     slots = sizes.num_experts if setup.num_slots is None else min(setup.num_slots, sizes.num_experts)
-    offloaded = setup.num_slots is not None
-    scratch = sampler_bytes(setup.max_running_requests, sizes.vocab_size)
+    streams = setup.on_cuda and setup.offloaded
+    transient = num_transient_slots(setup.wave_size, sizes.num_experts) * (streams and not setup.staged)
+    ring = num_ring_records(setup.wave_size, slots) * (streams and setup.staged)
+    workspace = workspace_bytes(sizes, setup)
+    step = max(
+        step_bytes(sizes, setup) + workspace * (not setup.keeps_workspace),
+        sampler_bytes(setup.max_running_requests, sizes.vocab_size),
+    )
+    table = page_table_bytes(setup.max_running_requests, setup.max_seq_len, setup.page_size)
     lines = [
         LedgerLine("dense weights", sizes.dense_bytes(setup.dtype), where),
-        LedgerLine("experts", record * slots * sizes.num_sparse, where),
-        LedgerLine("experts on the host", record * sizes.num_experts * sizes.num_sparse * offloaded, "host"),
+        LedgerLine("experts", expert_cache_bytes(sizes, setup, slots), where),
+        LedgerLine("experts on the host", everything * setup.offloaded, "host"),
+        LedgerLine("transient experts", transient * record, where),
+        LedgerLine("expert copies", ring * record, "host"),
         LedgerLine("KV pages", kv_pool_bytes(sizes, setup), where),
-        LedgerLine(
-            "page table",
-            page_table_bytes(setup.max_running_requests, setup.max_seq_len, setup.page_size),
-            where,
-        ),
-        LedgerLine("workspace", workspace_bytes(sizes, setup), where),
+        LedgerLine("page table", table, where),
+        LedgerLine("workspace", workspace * setup.keeps_workspace, where),
         LedgerLine("CUDA graphs", graph_bytes(sizes, setup), where),
-        LedgerLine("one step", max(step_bytes(sizes, setup), scratch), where),
+        LedgerLine("one step", step, where),
     ]
     return Ledger(tuple(line for line in lines if line.num_bytes))
 
@@ -282,12 +350,5 @@ def pages_on_cpu(page_bytes: int, page_size: int, max_seq_len: int, available_by
 
 
 def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping, from /proc/meminfo; 8 GiB where there is none (macOS, Windows)."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 8 * GIB
+    """Host memory that can be taken without swapping, in a container within its limit; 8 GiB where it can't be read."""
+    return gather_host_facts().available

@@ -15,7 +15,15 @@ from collections import deque
 import torch
 
 from minisgl.config import EngineConfig, OffloadConfig
-from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
+from minisgl.engine.memory import (
+    GIB,
+    DoesNotFit,
+    expert_cache_bytes,
+    num_ring_records,
+    num_transient_slots,
+    predict_ledger,
+    setup_of,
+)
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import ExpertShape, Slab
 from minisgl.moe.formats import ExpertFormat
@@ -79,33 +87,26 @@ def size_cache(
 def _slots_that_fit(config: EngineConfig, sizes: ModelSizes, budget: int) -> int:
     cache = config.cache
     tokens = cache.max_total_tokens if cache.max_total_tokens is not None else 2 * cache.page_size
-    ledger = predict_ledger(sizes, setup_of(config, pages_for(tokens, cache.page_size)))
-    others = ledger.on("device") - ledger.line("experts")
-    kernel = config.kernel
-    record = sizes.record_bytes(
-        kernel.moe_expert_quantization,
-        getattr(torch, config.model.dtype),
-        kernel.moe_quantization_group_size,
-    )
-    if config.offload.moe_offload_mode != "staged":
-        others += record * num_transient_slots(config.offload.moe_expert_offload_wave_size, sizes.num_experts)
-    slot = record * sizes.num_sparse
-    slots = min((budget - others) // slot, sizes.num_experts)
+    setup = setup_of(config, pages_for(tokens, cache.page_size))
+
+    def needed(num_slots: int) -> int:
+        return predict_ledger(sizes, dataclasses.replace(setup, num_slots=num_slots)).on("device")
+
+    slot = expert_cache_bytes(sizes, setup, 1)
+    least = needed(1)
+    most = min(1 + (budget - least) // slot, sizes.num_experts)  # fewer where more slots make more graphs
+    slots = next((n for n in range(most, 0, -1) if needed(n) <= budget), 0)
     if slots < 1:
+        ledger = predict_ledger(sizes, dataclasses.replace(setup, num_slots=1))
         raise DoesNotFit(
-            f"not one expert a layer fits: of {budget / GIB:.2f} GiB everything else takes {others / GIB:.2f} and a slot in "
-            f"every layer {slot / GIB:.2f}. Lower --max-total-tokens, --max-prefill-length or --max-running-requests, or "
-            "quantize with --moe-expert-quantization",
-            others + slot,
+            f"not one expert a layer fits: of {budget / GIB:.2f} GiB everything else takes {(least - slot) / GIB:.2f} and a "
+            f"slot in every layer {slot / GIB:.2f}. Lower --max-total-tokens, --max-prefill-length or "
+            "--max-running-requests, or quantize with --moe-expert-quantization",
+            least,
             budget,
             ledger,
         )
     return slots
-
-
-def num_transient_slots(wave_size: int, num_experts: int) -> int:
-    """Slots through which a prompt's experts stream: enough for the link to be busy while a layer routes and computes."""
-    return min(4 * wave_size, num_experts)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
@@ -157,20 +158,19 @@ class ExpertOffload:
         self._wave_size = config.moe_expert_offload_wave_size
         wanted = record_bytes * sizes.num_experts * sizes.num_sparse
         if wanted > facts.available:
-            raise ValueError(
+            raise DoesNotFit(
                 f"--moe-expert-offload: the experts take {wanted / GIB:.1f} GiB of host memory and "
-                f"{facts.available / GIB:.1f} GiB are available; quantize with --moe-expert-quantization, or free some"
+                f"{facts.available / GIB:.1f} GiB are available; quantize with --moe-expert-quantization, or free some",
+                wanted,
+                facts.available,
             )
         budget, reason = pin_budget(wanted, facts)
         self._memory = HostMemory(pinning, budget)
         on_cuda = device.type == "cuda"
         self._channel: CopyChannel | None = None
         if on_cuda:
-            ring = (
-                min(2 * self._wave_size, self.num_slots)
-                if reason or config.moe_offload_mode == "staged"
-                else 0
-            )
+            staged = bool(reason) or config.moe_offload_mode == "staged"
+            ring = num_ring_records(self._wave_size, self.num_slots) if staged else 0
             self._channel = CopyChannel(device, self._memory, ring, record_bytes)
         share = self._memory.budget // sizes.num_sparse // record_bytes  # layers share the budget evenly
         self._hosts = deque(

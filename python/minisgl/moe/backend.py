@@ -63,6 +63,14 @@ class MoeBackend(Protocol):
         """Choose kernels for this step and claim the rows buffer."""
         ...
 
+    def reserve(self, problem: Problem, device: torch.device) -> None:
+        """Take the scratch space of the largest step to come, so that no later one needs more."""
+        ...
+
+    def scratch_bytes(self, device: torch.device) -> int:
+        """Bytes of scratch space kept between steps."""
+        ...
+
 
 class PlainForward:
     """A backend's call on plain tensors: gate_up [E, 2F, D] and down [E, D, F] in one float dtype, resident,

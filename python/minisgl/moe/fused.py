@@ -128,6 +128,13 @@ class FusedMoeBackend(PlainForward):
             self.tuner.tune(TuningCase(problem, x_TD, placement, routing.weights_TK))
             self._choices.clear()
 
+    def reserve(self, problem: Problem, device: torch.device) -> None:
+        if self.workspace_cache:
+            self.workspace(device).claim(problem)
+
+    def scratch_bytes(self, device: torch.device) -> int:
+        return self.workspace(device).num_bytes
+
     def workspace(self, device: torch.device) -> Workspace:
         if device not in self._workspaces:
             self._workspaces[device] = Workspace(device, self.workspace_cache)

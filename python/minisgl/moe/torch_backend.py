@@ -34,6 +34,12 @@ class TorchMoeBackend(PlainForward):
     def begin(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> TorchStep:
         return TorchStep(x_TD, routing, problem)
 
+    def reserve(self, problem: Problem, device: torch.device) -> None:
+        pass  # every step allocates what it needs
+
+    def scratch_bytes(self, device: torch.device) -> int:
+        return 0
+
 
 class TorchStep:
     """One layer call. rows_RD float32 collects what the waves compute; row t * K + k is that of route (t, k)."""

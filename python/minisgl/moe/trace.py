@@ -85,3 +85,9 @@ class _Watched:
 
     def begin(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> MoeStep:
         return self._inner.begin(x_TD, routing, problem)
+
+    def reserve(self, problem: Problem, device: torch.device) -> None:
+        self._inner.reserve(problem, device)
+
+    def scratch_bytes(self, device: torch.device) -> int:
+        return self._inner.scratch_bytes(device)

@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from minisgl.config import EngineConfig, OffloadConfig
-from minisgl.engine.memory import GIB, DoesNotFit, predict_ledger, setup_of
-from minisgl.engine.offload import (
-    ExpertOffload,
-    cache_report,
-    choose_mode,
-    num_transient_slots,
-    pages_for,
-    size_cache,
-)
+from minisgl.engine.memory import GIB, DoesNotFit, num_transient_slots, predict_ledger, setup_of
+from minisgl.engine.offload import ExpertOffload, cache_report, choose_mode, pages_for, size_cache
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store import CacheCounters
@@ -42,7 +35,8 @@ def test_auto_fills_what_memory_leaves() -> None:
     assert 44 <= slots <= 60
     ledger = predict_ledger(SIZES, setup_of(sized, pages_for(32_768, 16)))
     record = SIZES.record_bytes("int4", torch.bfloat16)
-    spare = 12 * GIB - ledger.on("device") - record * num_transient_slots(8, 128)
+    assert ledger.line("transient experts") == record * num_transient_slots(8, 128)
+    spare = 12 * GIB - ledger.on("device")
     assert 0 <= spare < record * SIZES.num_sparse, "one more slot would not fit"
     assert ledger.line("experts") == slots * record * 48
     assert ledger.line("experts on the host") == 128 * record * 48
@@ -85,7 +79,7 @@ def test_no_room_for_one_slot() -> None:
 def test_a_host_that_is_too_small_is_refused() -> None:
     config = OffloadConfig(moe_expert_offload=True, moe_expert_cache_size="8")
     facts = HostFacts(total=16 * GIB, available=10 * GIB)
-    with pytest.raises(ValueError, match=r"14\.4 GiB .* 10\.0 GiB .* quantize"):
+    with pytest.raises(DoesNotFit, match=r"14\.4 GiB .* 10\.0 GiB .* quantize"):
         ExpertOffload(config, SIZES, 2_516_582, torch.device("cpu"), facts)
 
 

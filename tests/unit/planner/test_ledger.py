@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from minisgl.engine.memory import (
     Ledger,
     LedgerLine,
     Setup,
+    captured_batches,
     check_fits,
+    expert_cache_bytes,
     graph_bytes,
     kv_pool_bytes,
     page_table_bytes,
@@ -58,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 WIDE = {"architectures": ["Qwen3MoeForCausalLM"], **MOE, "hidden_size": 128, "moe_intermediate_size": 128}
-ONLY_PREDICTED = {"one step", "workspace", "CUDA graphs"}  # for a step, or on CUDA only
+ONLY_PREDICTED = {"one step"}  # what an engine has while it computes
 
 
 def start(folder: Path, config: dict[str, Any], **options: Any) -> Engine:
@@ -79,6 +82,7 @@ def compare(engine: Engine, config: dict[str, Any]) -> None:
     names = {line.name for line in predicted.lines} - ONLY_PREDICTED
     assert names == {line.name for line in actual.lines} - ONLY_PREDICTED
     assert all(line.where == "host" for line in predicted.lines)
+    assert predicted.total - predicted.line("one step") == actual.total
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,6 +93,17 @@ def test_every_line_of_a_family(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight_format", ["none", "int8", "fp8", "fp8_block", "int4", "mxfp4"])
 def test_every_line_of_a_format(weight_format: str, tmp_path: Path) -> None:
     compare(start(tmp_path, WIDE, moe_expert_quantization=weight_format), WIDE)
+
+
+@pytest.mark.parametrize("weight_format", ["none", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_every_line_with_experts_on_the_host(num_slots: int, weight_format: str, tmp_path: Path) -> None:
+    options = {"moe_expert_offload": True, "moe_expert_cache_size": num_slots}
+    engine = start(tmp_path, WIDE, moe_expert_quantization=weight_format, **options)
+    compare(engine, WIDE)
+    assert engine.ledger().line("experts on the host") * num_slots == engine.ledger().line("experts") * 8
+    assert engine.config.offload.moe_offload_mode == "staged", "what runs is in the configuration"
+    engine.close()
 
 
 def test_every_line_in_half_precision(tmp_path: Path) -> None:
@@ -125,15 +140,39 @@ def small_moe() -> ModelSizes:
     return read_numbers({**TINY, **MODELS["qwen3_moe"]}).sizes
 
 
-def test_lines_that_only_a_gpu_has() -> None:
+def test_lines_of_a_cache_of_experts() -> None:
     sizes = small_moe()
     setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=512, num_pages=10, num_slots=3)
     ledger = predict_ledger(sizes, setup)
     record = sizes.record_bytes("none", torch.bfloat16)
-    assert ledger.line("experts") == record * 3 * sizes.num_sparse
+    assert ledger.line("experts") == record * 3 * sizes.num_sparse == expert_cache_bytes(sizes, setup, 3)
     assert ledger.line("experts on the host") == record * 8 * sizes.num_sparse == ledger.on("host")
+    assert ledger.line("transient experts") == record * 8, "four waves, or all experts"
     assert ledger.total == ledger.on("device") + ledger.on("host")
-    assert ledger.line("CUDA graphs") == graph_bytes(sizes, setup) >= sum(graph_sizes(256)) * 272 * 4
+    staged = predict_ledger(sizes, replace(setup, staged=True))
+    assert staged.line("transient experts") == 0 == staged.line("CUDA graphs")
+    assert staged.line("expert copies") == record * 3, "two waves, or all slots"
+    assert staged.on("device") < ledger.on("device")
+
+
+def test_graphs_hold_what_few_waves_of_a_cache_serve() -> None:
+    sizes = read_numbers(configs.QWEN3_30B_A3B).sizes
+    setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=4096)
+    assert captured_batches(sizes, setup) == graph_sizes(256)
+    assert captured_batches(sizes, replace(setup, num_slots=32)) == graph_sizes(64), (
+        "128 experts in four waves"
+    )
+    assert captured_batches(sizes, replace(setup, num_slots=8)) == [1, 2, 4], (
+        "five tokens use up to 40 experts"
+    )
+    assert captured_batches(sizes, replace(setup, num_slots=30, staged=True)) == []
+
+
+def test_lines_that_only_a_gpu_has() -> None:
+    sizes = small_moe()
+    setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=512, num_pages=10)
+    ledger = predict_ledger(sizes, setup)
+    assert ledger.line("CUDA graphs") == graph_bytes(sizes, setup) >= 256 * 272 * 4
     assert graph_bytes(sizes, Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=512, graph_batch=0)) == 0
     assert ledger.line("one step") == max(step_bytes(sizes, setup), sampler_bytes(256, 272))
     assert page_table_bytes(256, 512, 16) == 257 * (32 * 4 + 8)
@@ -193,3 +232,8 @@ def test_setup_of_a_resolved_configuration() -> None:
         on_cuda=True, dtype=torch.bfloat16, max_seq_len=4096, num_pages=5, weight_format="fp8", graph_batch=8
     )
     assert setup.step_tokens == 4096
+    options = {"moe_expert_offload": True, "moe_expert_cache_size": 9, "moe_expert_offload_wave_size": 3}
+    for mode, staged in (("auto", False), ("device", False), ("staged", True)):
+        config, _ = resolve(EngineConfig.from_kwargs(model="x", moe_offload_mode=mode, **options), facts)
+        setup = setup_of(config)
+        assert (setup.num_slots, setup.staged, setup.wave_size) == (9, staged, 3)

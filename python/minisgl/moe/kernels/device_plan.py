@@ -9,6 +9,7 @@ import torch
 
 from minisgl.moe.kernels.fetch import fetch_kernel
 from minisgl.moe.kernels.place import place_kernel
+from minisgl.moe.store.planning import num_waves
 from minisgl.moe.workspace import next_power_of_two
 
 FETCH_PROGRAMS = 16  # thread blocks that read host memory: 8 reach 50.3 GB/s of PCIe 5 x16, 16 reach 51.0
@@ -33,7 +34,7 @@ class DevicePlan:
 
     def num_waves(self, num_tokens: int, top_k: int) -> int:
         """Waves that serve so many tokens, whatever they route to."""
-        return max(1, -(-min(num_tokens * top_k, self.num_experts) // self.num_slots))
+        return num_waves(num_tokens, top_k, self.num_experts, self.num_slots)
 
     def place(
         self, ids_TK: torch.Tensor, first: bool, count: bool = True

@@ -22,13 +22,11 @@ from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.kernels.device_plan import DevicePlan
 from minisgl.moe.store.base import CacheCounters, StoreBytes
 from minisgl.moe.store.pinned import HostRecords
-from minisgl.moe.store.planning import EMPTY
+from minisgl.moe.store.planning import EMPTY, graph_holds
 from minisgl.moe.store.records import ExpertRecords
 from minisgl.moe.store.routes import slots_of_routes, used_experts
 from minisgl.moe.store.streaming import TransientSlots
 
-MAX_TOKENS = 64  # of a step that the device plans; larger ones are prompts
-MAX_WAVES = 4  # of such a step: a wave that turns out to be empty still costs its launches
 WARM_TOKENS = 4  # last tokens of a prompt whose experts are kept, if half of the slots hold them
 STREAM_AHEAD = 0.9  # the next layer's experts follow if this layer needed so much of what it lacked
 
@@ -127,7 +125,7 @@ class DeviceStore(ExpertRecords):
         return CacheCounters(hits, misses, evictions, num_bytes) + self._in_prompts
 
     def _is_planned(self, num_tokens: int, top_k: int) -> bool:
-        return num_tokens <= MAX_TOKENS and self.plan.num_waves(num_tokens, top_k) <= MAX_WAVES
+        return graph_holds(num_tokens, top_k, self.num_experts, self.num_slots)
 
     def _planned(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """Always the same launches for so many tokens, and no wait for the device."""

@@ -18,6 +18,18 @@ from minisgl.eviction import Entry, History, ScoreFn, lfu, lru
 
 EMPTY = -1
 NEVER = -1  # stamp of an expert that no step has used: such a slot goes first
+MAX_TOKENS = 64  # of a step that the device plans; larger ones are prompts
+MAX_WAVES = 4  # of such a step: a wave that turns out to be empty still costs its launches
+
+
+def num_waves(num_tokens: int, top_k: int, num_experts: int, num_slots: int) -> int:
+    """Waves that serve so many tokens, whatever they route to."""
+    return max(1, -(-min(num_tokens * top_k, num_experts) // num_slots))
+
+
+def graph_holds(num_tokens: int, top_k: int, num_experts: int, num_slots: int) -> bool:
+    """Whether the device plans a step of so many tokens, so that a CUDA graph can hold it."""
+    return num_tokens <= MAX_TOKENS and num_waves(num_tokens, top_k, num_experts, num_slots) <= MAX_WAVES
 
 
 @dataclass(frozen=True)
