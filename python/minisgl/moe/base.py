@@ -106,8 +106,9 @@ class RecordLayout:
             for i in range(len(part.shape) - 2, -1, -1):
                 strides[i] = strides[i + 1] * part.shape[i + 1]
             base = flat.view(part.dtype)
+            first = base.storage_offset() + part.offset // size  # as_strided counts from the storage's start
             out[part.name] = base.as_strided(
-                (records_SB.shape[0], *part.shape), (self.nbytes // size, *strides), part.offset // size
+                (records_SB.shape[0], *part.shape), (self.nbytes // size, *strides), first
             )
         return out
 

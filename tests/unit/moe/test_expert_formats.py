@@ -272,3 +272,16 @@ def test_formats_by_name() -> None:
         get_format("int4", group_size=16)
     with pytest.raises(ValueError, match="float64"):
         get_format("none", torch.float64)
+
+
+def test_views_of_records_that_are_a_slice_of_something_larger() -> None:
+    """A slab may be part of one allocation; its views must not start at the allocation's beginning."""
+    shape = ExpertShape(64, 64)
+    weight_format = get_format("int8")
+    layout = weight_format.layout(shape)
+    whole = torch.zeros((5, layout.nbytes), dtype=torch.uint8)
+    slab = Slab.of_records(weight_format.name, shape, layout, whole[2:4])
+    for part in slab.parts.values():
+        part.fill_(1)
+    assert not bool(whole[:2].any()) and not bool(whole[4:].any())
+    assert bool(whole[2:4].any(1).all())
