@@ -40,7 +40,8 @@ def has_tma(problem: Problem, limits: DeviceLimits) -> bool:
 
 def _block_ks(problem: Problem, size: int) -> list[int]:
     widths = [128] if problem.format == "fp8_block" else [64, 128, 256]
-    return [width for width in widths if size % width == 0] or [64 if size >= 64 else 32]
+    narrow = size < 64 and problem.format not in PACKED_FORMATS
+    return [width for width in widths if size % width == 0] or [32 if narrow else 64]
 
 
 def grouped_tiles(problem: Problem, limits: DeviceLimits, block_m: int, gemm: str) -> Iterator[Tiles]:

@@ -191,7 +191,9 @@ def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:
         block_m = min(block_m, 64)  # unpacked weights and 128 rows don't fit the registers together
     up, down = _HOPPER[kind, "small" if block_m <= 32 else "large"]
     most = grouped_block_k(problem) if problem.format == "fp8_block" else 256
-    divides = [width for width in (32, 64, 128, 256) if width <= most]
+    # The four numbers of a word are multiplied apart, and a product needs 16 columns.
+    least = 64 if problem.format in PACKED_FORMATS else 32
+    divides = [width for width in (32, 64, 128, 256) if least <= width <= most]
 
     def fitted(tiles: Tiles, size: int) -> Tiles:
         widths = [width for width in divides if width <= tiles.block_k and size % width == 0]

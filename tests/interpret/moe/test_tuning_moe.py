@@ -208,3 +208,16 @@ def test_kernels_compile_for_a_consumer_card_within_its_shared_memory():
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "gate_up_kernel" in result.stdout
+
+
+@pytest.mark.parametrize("format_name", ["int4", "mxfp4"])
+@pytest.mark.parametrize("hidden_dim", [96, 32])
+def test_steps_of_packed_weights_have_columns_enough_for_a_product(format_name, hidden_dim):
+    """The four numbers of a word are multiplied apart: BLOCK_K / 4 columns, of which a product needs 16."""
+    narrow = replace(problem(4, format_name), shape=ExpertShape(192, hidden_dim))
+    for limits in (H200, CONSUMER):
+        choice = grouped_heuristic(narrow, limits)
+        found = [choice.gate_up, choice.down]
+        for _, _, ups, downs in candidates(narrow, limits):
+            found += [*ups, *downs]
+        assert min(tiles.block_k for tiles in found) >= 64
