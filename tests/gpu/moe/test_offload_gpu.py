@@ -93,7 +93,8 @@ def make_store(kind: str, memory: HostMemory, name: str, num_slots: int, late: b
 def make_layers(store: ExpertStore) -> tuple[MoELayer, MoELayer]:
     """(resident, cached) with one backend each."""
     resident = ResidentStore(E, SHAPE, store.format, CUDA)
-    resident.records_EB.copy_(store.records_EB)  # type: ignore[attr-defined]
+    for target_B, record_B in zip(resident.records_EB, store.records_EB):
+        target_B.copy_(record_B)  # one copy of all can't span pinned and other memory
     router = Router(E, D, RoutingRule(K), device=CUDA, dtype=torch.bfloat16)
     router.weight.normal_()
     return MoELayer(router, resident, FusedMoeBackend()), MoELayer(router, store, FusedMoeBackend())
