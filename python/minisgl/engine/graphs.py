@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: one replay instead of some thousand launches.
 
 A graph is captured for each of a few batch sizes; a step takes the smallest that holds it, and the rest of its rows are
-padding: they belong to the page table's padding row, write to the dummy page, see no keys and use no expert. All graphs share
-one memory pool, so they are captured from the largest down: the smaller ones live in what the largest has already taken.
+padding: they belong to the page table's padding row, write to the dummy page, see no keys and use no expert. Steps run one
+after the other on one stream, so all graphs share their inputs, their logits and one memory pool: captured from the largest
+down, the smaller ones live in what the largest has already taken.
 
-    host    ids_S | positions_S | rows_S | kv_lens_S | num_valid        one copy into the graph's own buffer
+    host    ids_S | positions_S | rows_S | kv_lens_S | num_valid        one copy
     graph   tokens, page table rows, write slots, all layers, logits    replayed; nothing is allocated, nothing waits
 """
 
@@ -15,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from minisgl.attention.base import AttentionBatch, LayerCache
-from minisgl.engine.inputs import PageTable, StepArrays
+from minisgl.attention.base import LayerCache
+from minisgl.engine.inputs import DecodeInputs, PageTable, StepArrays
 from minisgl.models.decoder import Decoder, DecoderInput
 
 
@@ -31,12 +31,10 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph with its input and output. step: the captured function, kept only because it owns every tensor that the graph
-    reads and writes; dropped, their memory would be given to others while the graph still points at it."""
+    """A graph and the captured function, kept only because it owns tensors that the graph reads and writes; dropped, their
+    memory would be given to others while the graph still points at it."""
 
     graph: torch.cuda.CUDAGraph
-    buffer: torch.Tensor
-    logits_SV: torch.Tensor
     step: Callable[[], torch.Tensor]
 
 
@@ -51,14 +49,14 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_seq_len: int,
     ) -> None:
-        self._decoder, self._caches, self._table = decoder, caches, table
-        self._max_seq_len = max_seq_len
-        self._captured: dict[int, _Captured] = {}
+        self._decoder, self._caches = decoder, caches
         self.sizes = sorted(sizes)
         start, free = time.perf_counter(), torch.cuda.mem_get_info(table.device)[0]
+        largest = self.sizes[-1]
+        self._inputs = DecodeInputs(largest, table, max_seq_len)
+        self._logits_SV = torch.empty((largest, decoder.spec.vocab_size), device=table.device)
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
-            self._captured[size] = self._capture(size, pool)
+        self._captured = {size: self._capture(size, pool) for size in reversed(self.sizes)}
         torch.cuda.synchronize(table.device)
         self.seconds = time.perf_counter() - start
         self.num_bytes = max(0, free - torch.cuda.mem_get_info(table.device)[0])
@@ -70,48 +68,29 @@ class DecodeGraphs:
         if arrays.max_q_len != 1 or len(arrays.logit_rows_N) != batch_size or batch_size > self.sizes[-1]:
             return None
         size = next(s for s in self.sizes if s >= batch_size)
-        captured = self._captured[size]
-        captured.buffer.copy_(self._pack(arrays, size).pin_memory(), non_blocking=True)
-        captured.graph.replay()
-        rows_B = captured.buffer[2 * size : 2 * size + batch_size]
-        return captured.logits_SV[:batch_size], rows_B
-
-    def _pack(self, arrays: StepArrays, size: int) -> torch.Tensor:
-        used = len(arrays.rows_B)
-        packed = np.zeros(4 * size + 1, dtype=np.int64)
-        packed[:used] = arrays.ids_T
-        packed[size : size + used] = arrays.positions_T
-        packed[2 * size : 3 * size] = self._table.padding_row
-        packed[2 * size : 2 * size + used] = arrays.rows_B
-        packed[3 * size : 3 * size + used] = arrays.kv_lens_B
-        packed[-1] = used
-        return torch.from_numpy(packed)
+        rows_B = self._inputs.send(arrays, size)
+        self._captured[size].graph.replay()
+        return self._logits_SV[:batch_size], rows_B
 
     def _capture(self, size: int, pool: Any) -> _Captured:
-        device, table = self._table.device, self._table
-        buffer = torch.zeros(4 * size + 1, dtype=torch.int64, device=device)
-        buffer[2 * size : 3 * size] = table.padding_row
-        ids_S, positions_S, rows_S, kv_lens_S, num_valid = buffer.split([size, size, size, size, 1])
-        batch = AttentionBatch(
-            cu_q_B1=torch.arange(size + 1, dtype=torch.int32, device=device),
-            kv_lens_B=torch.zeros(size, dtype=torch.int32, device=device),
-            page_table_BP=torch.zeros((size, table.max_pages), dtype=torch.int32, device=device),
-            write_slots_T=torch.zeros(size, dtype=torch.int64, device=device),
-            max_q_len=1,
-            max_kv_len=self._max_seq_len,
-        )
-        valid = torch.zeros(1, dtype=torch.int32, device=device)
+        device, inputs = self._inputs.device, self._inputs
+        inputs.clear(size)
+        batch = inputs.batch(size)
         plans = self._decoder.plan(batch)
+        logits_SV = self._logits_SV[:size]
 
         def step() -> torch.Tensor:
-            valid.copy_(num_valid)
-            batch.kv_lens_B.copy_(kv_lens_S)
-            torch.index_select(table.pages_RP, 0, rows_S, out=batch.page_table_BP)
-            batch.write_slots_T.copy_(table.write_slots(rows_S, positions_S))
-            tokens_S = table.tokens(ids_S, rows_S)
-            return self._decoder(
-                DecoderInput(tokens_S, positions_S, batch, plans, num_valid=valid), self._caches
+            inputs.prepare(size)
+            tokens_S, positions_S = inputs.tokens(size)
+            step_input = DecoderInput(
+                tokens_S,
+                positions_S,
+                batch,
+                plans,
+                num_valid=inputs.num_valid,
+                logits_out=logits_SV,
             )
+            return self._decoder(step_input, self._caches)
 
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -122,5 +101,5 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
-            logits_SV = step()
-        return _Captured(graph, buffer, logits_SV, step)
+            step()
+        return _Captured(graph, step)

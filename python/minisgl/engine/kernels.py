@@ -1,13 +1,14 @@
-"""Triton kernels of the sampler: a whole batch's tokens in two launches that read the logits once.
+"""Triton kernels of the engine. Decode: `decode_inputs` derives what a step needs, as `inputs.DecodeInputs.prepare` defines.
+The sampler: a whole batch's tokens in two launches that read the logits once.
 
     scan      a program a (row, chunk of the vocabulary): its largest logit, and the winner of its race of exponentials
     choose    a program a row: the best of its chunks
 
-They give what `sampler.sample` defines for rows without top-k, top-p and min-p. The race compares exp(logit / temperature) / e,
-e ~ Exp(1), in float32 and relative to the chunk's maximum, so a choice differs from the definition's only where the two best
-are within some float32 roundings of each other.
+These two give what `sampler.sample` defines for rows without top-k, top-p and min-p. The race compares
+exp(logit / temperature) / e, e ~ Exp(1), in float32 and relative to the chunk's maximum, so a choice differs from the
+definition's only where the two best are within some float32 roundings of each other.
 
-Shape letters: B rows, V vocabulary, N chunks a row.
+Shape letters: S rows of a decode step, R rows and P columns of the page table, B rows, V vocabulary, N chunks a row.
 """
 
 import triton
@@ -15,6 +16,42 @@ import triton.language as tl
 
 _HALF = tl.constexpr(2147483648)
 _TO_UNIT = tl.constexpr(2.0**-32)
+
+
+@triton.jit(do_not_specialize=["size"])
+def decode_inputs_kernel(
+    packed_ptr,  # int64 [4 S + 1]: ids, positions, rows, kv_lens, number of real rows
+    pages_ptr,  # int32 [R, P]
+    last_ptr,  # int64 [R]
+    tokens_ptr,  # out int64 [S]
+    kv_lens_ptr,  # out int32 [S]
+    slots_ptr,  # out int64 [S]
+    table_ptr,  # out int32 [S, P]; entries behind a row's last key are left alone
+    num_valid_ptr,  # out int32 [1]
+    size,
+    num_pages,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (S, blocks of P)."""
+    s, block = tl.program_id(0), tl.program_id(1)
+    row = tl.load(packed_ptr + 2 * size + s)
+    kv_len = tl.load(packed_ptr + 3 * size + s)
+    p = block * BLOCK + tl.arange(0, BLOCK)
+    inside = p * PAGE_SIZE < kv_len
+    pages = tl.load(pages_ptr + row * num_pages + p, mask=inside, other=0)
+    tl.store(table_ptr + s.to(tl.int64) * num_pages + p, pages, mask=inside)
+    if block == 0:
+        token = tl.load(packed_ptr + s)
+        position = tl.load(packed_ptr + size + s)
+        if token < 0:
+            token = tl.load(last_ptr + row)
+        page = tl.load(pages_ptr + row * num_pages + position // PAGE_SIZE).to(tl.int64)
+        tl.store(tokens_ptr + s, token)
+        tl.store(kv_lens_ptr + s, kv_len.to(tl.int32))
+        tl.store(slots_ptr + s, page * PAGE_SIZE + position % PAGE_SIZE)
+        if s == 0:
+            tl.store(num_valid_ptr, tl.load(packed_ptr + 4 * size).to(tl.int32))
 
 
 @triton.jit

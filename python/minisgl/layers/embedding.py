@@ -61,8 +61,9 @@ class LmHead(Linear):
             self.weight, self.bias = tied_to.weight, None
         self._group = group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._group.all_gather(super().forward(x), dim=-1)[..., : self.rows.total].float()
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self._group.all_gather(super().forward(x), dim=-1)[..., : self.rows.total]
+        return logits.float() if out is None else out.copy_(logits)
 
     def shards(self) -> Shards:
         return {"weight": (0, self.rows)}

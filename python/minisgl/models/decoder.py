@@ -41,7 +41,7 @@ class DecoderInput:
     batch: whose tokens these are and where their keys and values go. plans: what `Decoder.plan` gave for
     the batch. logit_rows_N: int64 [N], rows that need logits; None for all.
     num_valid: int32 [1] on the device: rows from this number on are padding and use no expert; None if all
-    are real.
+    are real. logits_out: float32 [N, V] to write the logits into; None for a new tensor.
     """
 
     input_ids_T: torch.Tensor
@@ -50,6 +50,7 @@ class DecoderInput:
     plans: Mapping[AttentionProblem, Any]
     logit_rows_N: torch.Tensor | None = None
     num_valid: torch.Tensor | None = None
+    logits_out: torch.Tensor | None = None
 
 
 def layer_problems(
@@ -186,7 +187,7 @@ class Decoder(nn.Module):
             x_TD = x_TD[step.logit_rows_N]
             residual_TD = None if residual_TD is None else residual_TD[step.logit_rows_N]
         x_ND, _ = self.norm.add(x_TD, residual_TD)
-        return self.lm_head(x_ND)
+        return self.lm_head(x_ND, step.logits_out)
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Sparse layers by index: their stores load experts and report bytes."""
