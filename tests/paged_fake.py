@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from minisgl.core import TokenLogprobs
 from minisgl.engine.step import Chunk, SampledToken
 
 
@@ -32,15 +33,29 @@ def expected_continuation(
     return tokens[len(prompt) :]
 
 
+def expected_scores(prompt: Sequence[int], vocab_size: int) -> list[TokenLogprobs]:
+    """What the fake says about a prompt's tokens from the second on: a token is as unlikely as it is far from the hash."""
+    return [_score(prompt[:i], prompt[i], vocab_size) for i in range(1, len(prompt))]
+
+
+def _score(sequence: Sequence[int], target: int, vocab_size: int) -> TokenLogprobs:
+    likeliest = next_token(sequence, vocab_size)
+    return TokenLogprobs(target, -float(abs(target - likeliest)), ((likeliest, 0.0),))
+
+
 @dataclass
 class _Handle:
     tokens: list[SampledToken]
+    scores: list[list[TokenLogprobs]]
     error: Exception | None = None
 
     def wait(self) -> list[SampledToken]:
         if self.error is not None:
             raise self.error
         return self.tokens
+
+    def prompt_scores(self) -> list[list[TokenLogprobs]]:
+        return self.scores
 
 
 @dataclass
@@ -75,8 +90,14 @@ class PagedFake:
                 page = self.table_RP[chunk.row, position // self.page_size]
                 assert page > 0, "a request writes to the dummy page"
                 self.cache_PS[page, position % self.page_size] = token
-        sampled = []
+        sampled, scores = [], []
         for chunk in chunks:
+            if chunk.score is not None:
+                read = self._read(chunk.row, chunk.start + chunk.length)
+                ends = range(chunk.start + 1, chunk.start + 1 + len(chunk.score.targets))
+                scores.append(
+                    [_score(read[:end], t, self.vocab_size) for end, t in zip(ends, chunk.score.targets)]
+                )
             if chunk.sample is not None:
                 end = chunk.start + chunk.length
                 assert chunk.sample.position == end
@@ -84,7 +105,7 @@ class PagedFake:
                 self.last_R[chunk.row] = token
                 sampled.append(SampledToken(token))
         error = RuntimeError("step failed on purpose") if number in self.fail_waits else None
-        return _Handle(sampled, error)
+        return _Handle(sampled, scores, error)
 
     def _read(self, row: int, length: int) -> list[int]:
         positions = np.arange(length)

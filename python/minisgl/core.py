@@ -66,7 +66,7 @@ class TokenConstraint(Protocol):
 class SamplingParams:
     """How the next token is chosen, and when a request ends. Raises ValueError on anything out of range.
 
-    max_tokens: new tokens at most; None means what the context leaves.
+    max_tokens: new tokens at most; None means what the context leaves, 0 computes the prompt alone.
     temperature: 0 is greedy. top_k: keep the k likeliest, 0 or -1 is off. top_p: smallest set with this probability mass.
     min_p: drop tokens below this fraction of the likeliest one's probability.
     repetition_penalty: divides (positive) or multiplies (negative) logits of tokens seen in prompt or output, 1 is off.
@@ -75,6 +75,8 @@ class SamplingParams:
     stop: strings that end the text (not part of it unless include_stop_str_in_output). stop_token_ids: tokens that do.
     min_tokens: no end before this many new tokens. ignore_eos: the model's end tokens do not end the request.
     logprobs: number of top log-probabilities to return beside the chosen token's own; None returns none.
+    prompt_logprobs: the same for the tokens of the prompt but its first, which follows nothing. All of the prompt is then
+    computed anew, for the prefix cache holds no logits.
     grammar: what the text must conform to; None is free text.
     """
 
@@ -94,13 +96,14 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
     MAX_LOGPROBS = 20  # OpenAI's limit of top_logprobs
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, "use a whole number of at least 1, or None")
+            _whole("max_tokens", self.max_tokens, 0, "use a whole number of at least 0, or None")
         _finite("temperature", self.temperature, 0.0, 100.0, "use 0 (greedy) to 100")
         _whole("top_k", self.top_k, -1, "use a whole number; 0 or -1 switches it off")
         _finite("top_p", self.top_p, 0.0, 1.0, "use a value in (0, 1]")
@@ -124,10 +127,11 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0, "use a whole number of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, f"use 0 to {self.MAX_LOGPROBS}, or None")
-            if self.logprobs > self.MAX_LOGPROBS:
-                raise ValueError(f"logprobs={self.logprobs} is not allowed: use at most {self.MAX_LOGPROBS}")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _whole(name, count, 0, f"use 0 to {self.MAX_LOGPROBS}, or None")
+                if count > self.MAX_LOGPROBS:
+                    raise ValueError(f"{name}={count} is not allowed: use at most {self.MAX_LOGPROBS}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError for token ids the model does not have."""
@@ -139,7 +143,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of one generated token: its own, and the `top` likeliest (token id, logprob), best first."""
+    """Log-probabilities of one token: its own, and the `top` likeliest (token id, logprob), best first."""
 
     token_id: int
     logprob: float
@@ -150,7 +154,8 @@ class TokenLogprobs:
 class StepOutput:
     """What one step adds to one request: crosses from the scheduler to whoever detokenizes.
 
-    token_id is None when the request ended without a new token (abort, error).
+    token_id is None when the request ended without a new token (abort, error, max_tokens=0). prompt_logprobs: of the second
+    prompt token to the last, in the first output of a request that asked for them.
     """
 
     request_id: str
@@ -159,11 +164,12 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request, as `LLM.generate` returns it."""
+    """A finished request, as `LLM.generate` returns it. prompt_logprobs: see `StepOutput`."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -173,6 +179,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)

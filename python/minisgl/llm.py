@@ -42,12 +42,15 @@ class _Running:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
     num_taken: int = 0  # characters of text that `take_text` gave out
 
     def take(self, output: StepOutput) -> None:
         """Add one step's token and the text that it makes certain. Sets finish_reason where a stop string ends it."""
         piece = ""
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
             self.num_cached = output.num_cached_tokens
@@ -81,6 +84,7 @@ class _Running:
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             num_cached_tokens=self.num_cached,
             error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 

@@ -49,7 +49,7 @@ class SampleResult:
         if self.tokens_B.device.type == "cpu":
             return self
         parts = (self.tokens_B, self.valid_B, self.own_B, self.top_values_BN, self.top_ids_BN)
-        return SampleResult(*(None if part is None else _pinned_copy(part) for part in parts))  # type: ignore[arg-type]
+        return SampleResult(*(None if part is None else pinned_copy(part) for part in parts))  # type: ignore[arg-type]
 
     def fetch(self, specs: Sequence[SampleSpec]) -> list[SampledToken]:
         """A host result as one SampledToken a row."""
@@ -69,7 +69,8 @@ class SampleResult:
         return out
 
 
-def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+def pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host once the stream has come this far."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

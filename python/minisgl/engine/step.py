@@ -31,12 +31,22 @@ class SampleSpec:
 
 
 @dataclass(frozen=True)
+class ScoreSpec:
+    """Log-probabilities wanted of a prompt: of targets[i] as the token that follows the chunk's i-th, and of the num_top
+    likeliest in its place.
+    """
+
+    targets: Sequence[int]
+    num_top: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """One request's share of a step: `length` new tokens starting at position `start`.
 
     token_ids: their ids, or None where it is the one token that the previous step sampled for this row and that the host may
     not know yet. row: row of the device page table. pages: page ids to enter into that row from index first_page on.
-    sample: None for a chunk that does not reach the end of the known tokens.
+    sample: None for a chunk that does not reach the end of the known tokens. score: None for one nobody asks about.
     """
 
     row: int
@@ -46,6 +56,7 @@ class Chunk:
     first_page: int
     pages: Sequence[int]
     sample: SampleSpec | None
+    score: ScoreSpec | None = None
 
 
 @dataclass(frozen=True)

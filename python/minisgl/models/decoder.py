@@ -178,6 +178,10 @@ class Decoder(nn.Module):
         """logits float32 [N, V] of the rows asked for. caches: one a layer; this step's keys and values are
         added.
         """
+        return self.lm_head(self.hidden(step, caches), step.logits_out)
+
+    def hidden(self, step: DecoderInput, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """What `lm_head` makes logits of, [N, D]: for who wants them of more rows than memory has logits for."""
         x_TD = self.embedding(step.input_ids_T)
         rotation = self.rotary(step.positions_T, self.dtype)
         residual_TD = None
@@ -186,8 +190,7 @@ class Decoder(nn.Module):
         if step.logit_rows_N is not None:
             x_TD = x_TD[step.logit_rows_N]
             residual_TD = None if residual_TD is None else residual_TD[step.logit_rows_N]
-        x_ND, _ = self.norm.add(x_TD, residual_TD)
-        return self.lm_head(x_ND, step.logits_out)
+        return self.norm.add(x_TD, residual_TD)[0]
 
     def moe_layers(self) -> dict[int, MoELayer]:
         """Sparse layers by index: their stores load experts and report bytes."""

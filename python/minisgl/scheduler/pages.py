@@ -51,9 +51,9 @@ class PageManager:
 
     def attach_prefix(self, state: RequestState) -> None:
         """Give a request that holds nothing the longest cached prefix, locked. At least one token stays to be computed:
-        its logits choose the next token."""
+        its logits choose the next token. A prompt whose log-probabilities are wanted is computed as a whole."""
         assert not state.pages and state.lock is None and state.num_computed == 0
-        usable = (len(state.token_ids) - 1) // self.page_size * self.page_size
+        usable = (len(state.token_ids) - 1) // self.page_size * self.page_size if state.is_scored else 0
         match = self.cache.match(state.token_ids[:usable])
         self.cache.lock(match.handle)
         state.lock = match.handle

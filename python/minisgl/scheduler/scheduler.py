@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint
+from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint, TokenLogprobs
 from minisgl.engine.step import Chunk, EngineLost, SampledToken, SampleSpec
 from minisgl.scheduler.pages import PageManager
 from minisgl.scheduler.planning import may_admit, share_budget
@@ -27,9 +27,12 @@ from minisgl.scheduler.state import RequestState
 
 
 class StepHandle(Protocol):
-    """A launched step. `wait` blocks until it is done and returns one SampledToken for each chunk with a SampleSpec."""
+    """A launched step. `wait` blocks until it is done and returns one SampledToken for each chunk with a SampleSpec; after
+    it, `prompt_scores` gives the log-probabilities for each chunk with a ScoreSpec."""
 
     def wait(self) -> list[SampledToken]: ...
+
+    def prompt_scores(self) -> list[list[TokenLogprobs]]: ...
 
 
 class StepRunner(Protocol):
@@ -60,10 +63,11 @@ class SchedulerStats:
 
 @dataclass
 class _Flight:
-    """A launched step: who takes part, what comes back, and pages to free once it is done."""
+    """A launched step: who takes part, what comes back for whom, and pages to free once it is done."""
 
     states: list[RequestState]
     samples: list[bool]
+    scored: list[RequestState]
     handle: StepHandle
     duplicates: list[int] = field(default_factory=list)
 
@@ -122,11 +126,12 @@ class Scheduler:
             if self._constraint_factory is None:
                 raise ValueError("structured output needs a grammar engine: pip install 'minisgl[server]'")
             constraint = self._constraint_factory(request.params.grammar)
+        asked = room if request.params.max_tokens is None else request.params.max_tokens
         seed = request.params.seed if request.params.seed is not None else random.getrandbits(63)
         state = RequestState(
             request=request,
             arrival=self._arrivals,
-            max_tokens=min(request.params.max_tokens or room, room),
+            max_tokens=max(1, min(asked, room)),  # a request for none is let go of at the first
             token_ids=list(request.prompt_ids),
             seed=seed,
             constraint=constraint,
@@ -202,7 +207,8 @@ class Scheduler:
                 if state.num_computed == state.num_prompt:
                     duplicates += self._share_prompt(state)
         self._totals["steps"] += 1
-        return _Flight([state for state, _ in batch], samples, handle, duplicates)
+        scored = [state for (state, _), chunk in zip(batch, chunks) if chunk.score is not None]
+        return _Flight([state for state, _ in batch], samples, scored, handle, duplicates)
 
     def _share_prompt(self, state: RequestState) -> list[int]:
         """Let others use this prompt's pages from the next step on (the device runs steps in order). Returns the pages that
@@ -235,6 +241,7 @@ class Scheduler:
             first_page=state.num_table_pages,
             pages=state.pages[state.num_table_pages :],
             sample=sample,
+            score=state.score_spec(start, num_tokens),
         )
 
     # --- choosing who runs ---------------------------------------------------------------------------------------
@@ -296,6 +303,8 @@ class Scheduler:
         """Take a running request's pages; it waits again and will recompute what the cache no longer holds."""
         assert state.num_in_flight == 0
         self._leave(state)
+        if not state.is_scored:
+            state.prompt_logprobs.clear()
         self._totals["preemptions"] += 1
         heapq.heappush(self._waiting, (state.order, state))
 
@@ -315,6 +324,7 @@ class Scheduler:
             return
         try:
             tokens = iter(flight.handle.wait())
+            scores = flight.handle.prompt_scores() if flight.scored else []
         except EngineLost:
             raise
         except Exception as error:
@@ -324,6 +334,8 @@ class Scheduler:
             self._fail(flight.states, error)
             return
         self._pages.free_duplicates(flight.duplicates)
+        for state, logprobs in zip(flight.scored, scores):
+            state.prompt_logprobs += logprobs
         for state, sampled in zip(flight.states, flight.samples):
             state.num_in_flight -= 1
             if sampled:
@@ -339,35 +351,31 @@ class Scheduler:
         if token.error is not None:
             self._finish(state, FinishReason.ERROR, token.error)
             return
+        if state.request.params.max_tokens == 0:
+            self._finish(state, FinishReason.LENGTH)
+            return
         state.token_ids.append(token.token_id)
         self._totals["generated"] += 1
-        reason = self._end_of(state, token.token_id)
+        reason = state.end_after(token.token_id)
         output = StepOutput(
             request_id=state.request.request_id,
             token_id=token.token_id,
             logprobs=token.logprobs,
             finish_reason=reason,
             num_cached_tokens=state.num_cached,
+            prompt_logprobs=state.take_prompt_logprobs() if state.num_generated == 1 else None,
         )
         self._outputs.append(output)
         if reason is not None:
             self._forget(state, reason)
 
-    def _end_of(self, state: RequestState, token_id: int) -> FinishReason | None:
-        params = state.request.params
-        if state.constraint is not None and not state.constraint.terminated:
-            state.constraint.accept(token_id)
-        if state.num_generated >= params.min_tokens:
-            ended = token_id in state.request.eos_token_ids and not params.ignore_eos
-            if ended or token_id in params.stop_token_ids:
-                return FinishReason.STOP
-            if state.constraint is not None and state.constraint.terminated:
-                return FinishReason.STOP
-        return FinishReason.LENGTH if state.num_generated >= state.max_tokens else None
-
     def _finish(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
         """End a request without a new token."""
-        self._outputs.append(StepOutput(state.request.request_id, None, finish_reason=reason, error=error))
+        scores = state.take_prompt_logprobs() if reason is FinishReason.LENGTH else None
+        output = StepOutput(
+            state.request.request_id, None, None, reason, error, state.num_cached, prompt_logprobs=scores
+        )
+        self._outputs.append(output)
         self._forget(state, reason)
         if state.row >= 0 and state.num_in_flight == 0:
             self._leave(state)

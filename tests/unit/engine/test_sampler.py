@@ -157,7 +157,7 @@ def test_a_grammar_decides() -> None:
         ("top_p", 1.5),
         ("min_p", float("inf")),
         ("top_k", -2),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("repetition_penalty", 0.0),
         ("logprobs", 99),
         ("stop", [""]),
