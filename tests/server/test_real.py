@@ -92,6 +92,22 @@ def test_streamed_and_whole_real_answers_are_the_same(demo):
     )
 
 
+def test_echoed_logprobs_are_those_of_generating(demo):
+    """A continuation scored as a prompt, in one piece and with a warm cache, has the log-probabilities it was chosen with."""
+    made = demo.complete(**body(STORY, 12, logprobs=1)).json()
+    prompt = demo.http.post("/tokenize", json={"prompt": STORY}).json()["tokens"]
+    text = STORY + made["choices"][0]["text"]
+    assert demo.http.post("/tokenize", json={"prompt": text}).json()["count"] == len(prompt) + 12
+    scored = demo.complete(text, echo=True, logprobs=1, max_tokens=0).json()
+    found, chosen = scored["choices"][0]["logprobs"], made["choices"][0]["logprobs"]
+    assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert found["tokens"][-12:] == chosen["tokens"]
+    assert found["token_logprobs"][-12:] == pytest.approx(chosen["token_logprobs"], abs=1e-3)
+    assert [max(top.values()) for top in found["top_logprobs"][-12:]] == found["token_logprobs"][-12:]
+    offsets = [found["text_offset"][i] - found["text_offset"][-12] for i in range(-12, 0)]
+    assert offsets == chosen["text_offset"]
+
+
 def test_seeds_repeat_and_differ(demo):
     def say(seed: int) -> str:
         fields = {"max_tokens": 16, "temperature": 1.0, "seed": seed, "ignore_eos": True}

@@ -168,7 +168,38 @@ def test_echo_repeats_the_prompt(server):
     assert server.complete("ab", echo=True, max_tokens=2).json()["choices"][0]["text"] == "abab"
     chunks = server.stream("/v1/completions", {"prompt": "ab", "echo": True, "max_tokens": 2})
     assert "".join(c["choices"][0]["text"] for c in chunks) == "abab"
-    assert server.complete("ab", echo=True, logprobs=1).status_code == 400
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_echo_with_logprobs_streamed_and_whole(server, max_tokens):
+    fields = {"prompt": "aé🦊", "echo": True, "logprobs": 2, "max_tokens": max_tokens}
+    answer = server.http.post("/v1/completions", json=fields).json()
+    whole, usage = answer["choices"][0], answer["usage"]
+    num_prompt = len("aé🦊".encode())
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, max_tokens)
+    assert (whole["text"], whole["finish_reason"]) == ("aé🦊" + "aé"[:max_tokens], "length")
+    lists = whole["logprobs"]
+    assert {len(items) for items in lists.values()} == {num_prompt + max_tokens}
+    assert lists["token_logprobs"][0] is lists["top_logprobs"][0] is None
+    assert all(len(top) in (1, 2) for top in lists["top_logprobs"][1:]), "two parts of a character look alike"
+    assert lists["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3, 4, 4][: num_prompt + max_tokens]
+    chunks = server.stream("/v1/completions", fields)
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert {key: [x for part in parts for x in part["logprobs"][key]] for key in lists} == lists
+
+
+def test_several_prompts_are_echoed_each_with_its_own(server):
+    choices = server.complete(["ab", "c"], echo=True, logprobs=0, max_tokens=1, n=2).json()["choices"]
+    assert [c["text"] for c in choices] == ["aba", "aba", "cc", "cc"]
+    assert [len(c["logprobs"]["tokens"]) for c in choices] == [3, 3, 2, 2]
+    assert choices[0]["logprobs"]["tokens"] == ["a", "b", "a"]
+
+
+def test_no_new_tokens_only_with_echo(server):
+    assert server.complete("ab", echo=True, max_tokens=0).json()["choices"][0]["text"] == "ab"
+    assert server.complete("ab", max_tokens=0).status_code == 400
+    assert server.complete("ab", echo=True, max_tokens=-1).status_code == 400
 
 
 def test_ignore_eos_and_stop_tokens(server):

@@ -130,3 +130,10 @@ def test_tokenize_and_detokenize_are_inverse(server):
     assert server.http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
     assert server.http.post("/detokenize", json={"tokens": [-1]}).status_code == 400
     assert server.http.post("/tokenize", json={}).status_code == 400
+
+
+def test_what_a_client_needs_to_tokenize_by_itself(server):
+    info = server.http.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|end|>"
+    assert info["bos_token"] is None
+    assert "enable_thinking" in info["chat_template"]

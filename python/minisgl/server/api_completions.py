@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from minisgl.core import TokenLogprobs
 from minisgl.server.answers import DONE, EventStream, JsonAnswer, data_frame, held
 from minisgl.server.errors import bad_request
-from minisgl.server.generation import Delta, Generation
+from minisgl.server.generation import Choice, Delta, Generation
 from minisgl.server.parsers import Text
 from minisgl.server.protocol import CompletionRequest, StreamOptions
 from minisgl.server.routes import APIRouter, Request, Response, StrictRoute, service_of
@@ -20,6 +20,7 @@ from minisgl.text import Tokenizer
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint only
+LOWEST = -9999.0  # what stands for a log-probability of minus infinity, which JSON does not know
 
 
 @router.post("/v1/completions", response_model=None)
@@ -30,8 +31,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     job = await prepare_completion(service, body, request_id)
     echoes = [_prompt_text(service, body, ids) for ids in job.prompts] if body.echo else None
     generation = service.start(job)
-    answer = CompletionAnswer(service, generation, request_id, echoes)
-    answer.with_logprobs = body.logprobs is not None
+    answer = CompletionAnswer(service, generation, request_id, echoes, body.logprobs is not None)
     if body.stream:
         return EventStream(generation.ticket, answer.frames(body.stream_options or StreamOptions()))
     async with held(request.receive, generation.ticket):
@@ -67,10 +67,6 @@ async def prepare_completion(service: Service, body: CompletionRequest, request_
         raise bad_request("suffix is not supported: put the text after the gap into the prompt", "suffix")
     if body.best_of is not None and body.best_of != count:
         raise bad_request("best_of is not supported: use n and choose yourself", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise bad_request(
-            "echo with logprobs is not supported: prompts have no log-probabilities here", "echo"
-        )
     facts, pool = service.client.facts, service.pool
     grammar = await pool.run(grammar_of, body) if asks_for_grammar(body) else None
     ids: list[list[int]] = []
@@ -83,63 +79,111 @@ async def prepare_completion(service: Service, body: CompletionRequest, request_
     for prompt_ids in ids:
         room = facts.max_model_len - len(prompt_ids)
         asked = body.max_tokens if body.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
-        limit = max_new_tokens(asked, len(prompt_ids), facts.max_model_len)
-        params.append(sampling_params(body, facts.vocab_size, limit, body.logprobs, grammar))
+        limit = max_new_tokens(asked, len(prompt_ids), facts.max_model_len, least=0 if body.echo else 1)
+        of_prompt = body.logprobs if body.echo else None
+        params.append(sampling_params(body, facts.vocab_size, limit, body.logprobs, grammar, of_prompt))
     return Job(request_id, ids, params, count, priority=body.priority or 0, arrival=arrival)
 
 
-def _text_of(delta: Delta) -> str:
-    return "".join(event.text for event in delta.events if isinstance(event, Text))
+class LogprobLists:
+    """The `logprobs` object of one answer, a part of it at a time. text_offset is where a token's text begins."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echoes: bool):
+        """echoes: whether the answer's text begins with the prompt."""
+        self._tokenizer, self._first = tokenizer, prompt_ids[0]
+        self._detokenizer = tokenizer.detokenizer(at_start=echoes)
+        self._offset = 0
+
+    def take(
+        self, logprobs: Sequence[TokenLogprobs], of_prompt: Sequence[TokenLogprobs] | None = None
+    ) -> dict[str, list[Any]]:
+        """The lists for the next tokens. of_prompt: those of the prompt's tokens but the first, which follows nothing."""
+        lists: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        if of_prompt is not None:
+            self._add(lists, self._first, None, None)
+        for item in (*(of_prompt or ()), *logprobs):
+            top: dict[str, float] = {}
+            for token, value in (*item.top, (item.token_id, item.logprob)):
+                top.setdefault(
+                    self._text(token), max(value, LOWEST)
+                )  # several tokens may look alike: the best one's
+            self._add(lists, item.token_id, max(item.logprob, LOWEST), top)
+        return lists
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id)[0]
+
+    def _add(
+        self, lists: dict[str, list[Any]], token_id: int, value: float | None, top: dict[str, float] | None
+    ) -> None:
+        entry = zip(lists.values(), (self._text(token_id), value, top, self._offset))
+        for items, item in entry:
+            items.append(item)
+        self._offset += len(self._detokenizer.feed(token_id))
 
 
 @dataclass
-class _Text:
-    """One answer so far. offset: where the next token begins in the text, for logprobs."""
+class _Answer:
+    """One choice on its way out. echo: what its text begins with, until that is said. lists: None without logprobs."""
 
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    offset: int = 0
+    choice: Choice
+    echo: str
+    lists: LogprobLists | None
+
+    def fields(self, delta: Delta) -> dict[str, Any]:
+        """The choice's object for what is new."""
+        text = "".join(event.text for event in delta.events if isinstance(event, Text))
+        text, self.echo = self.echo + text, ""
+        logprobs = None if self.lists is None else self.lists.take(delta.logprobs, delta.prompt_logprobs)
+        fields = {
+            "index": delta.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            fields["stop_reason"] = self.choice.stop_reason
+        return fields
 
 
 class CompletionAnswer:
     """A generation in OpenAI's text completion format. echoes: prompts to repeat in front of the answers."""
 
     def __init__(
-        self, service: Service, generation: Generation, request_id: str, echoes: Sequence[str] | None
+        self,
+        service: Service,
+        generation: Generation,
+        request_id: str,
+        echoes: Sequence[str] | None,
+        with_logprobs: bool,
     ):
-        self._tokenizer = service.pool.tokenizer
         self._generation = generation
-        self.with_logprobs = False
+        self._answers: list[_Answer] = []
         per_prompt = len(generation.choices) // len(echoes) if echoes else 1
-        self._echoes = [echoes[i // per_prompt] if echoes else "" for i in range(len(generation.choices))]
-        created = int(time.time())
+        for index, choice in enumerate(generation.choices):
+            lists = None
+            if with_logprobs:
+                lists = LogprobLists(service.pool.tokenizer, choice.request.prompt_ids, echoes is not None)
+            self._answers.append(_Answer(choice, echoes[index // per_prompt] if echoes else "", lists))
         self._head = {
             "id": request_id,
             "object": "text_completion",
-            "created": created,
+            "created": int(time.time()),
             "model": service.model_name,
         }
 
-    def _choice(self, index: int, text: str, answer: _Text) -> dict[str, Any]:
-        logprobs = None
-        if self.with_logprobs:
-            logprobs, answer.offset = logprob_lists(self._tokenizer, answer.logprobs, answer.offset)
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
-        if answer.finish_reason is not None:
-            choice["stop_reason"] = self._generation.choices[index].stop_reason
-        return choice
-
     async def whole(self) -> dict[str, Any]:
         """The text_completion object."""
-        answers = [_Text(echo) for echo in self._echoes]
+        sums = [Delta(index) for index in range(len(self._answers))]
         async for deltas in self._generation.deltas():
             for delta in deltas:
-                answer = answers[delta.index]
-                answer.text += _text_of(delta)
-                answer.logprobs += delta.logprobs
-                answer.finish_reason = delta.finish_reason or answer.finish_reason
-        choices = [self._choice(index, answer.text, answer) for index, answer in enumerate(answers)]
+                sums[delta.index].add(delta)
+        choices = [answer.fields(delta) for answer, delta in zip(self._answers, sums)]
         return self._head | {"choices": choices, "usage": self._generation.usage()}
 
     async def frames(self, options: StreamOptions) -> AsyncIterator[bytes]:
@@ -147,34 +191,15 @@ class CompletionAnswer:
         chunk: dict[str, Any] = dict(self._head)
         if options.include_usage:
             chunk["usage"] = None
-        answers = [_Text() for _ in self._echoes]
-        echoes = list(self._echoes)
         async for deltas in self._generation.deltas():
             if options.continuous_usage_stats:
                 chunk["usage"] = self._generation.usage()
-            frames = []
-            for delta in deltas:
-                answer = answers[delta.index]
-                answer.logprobs, answer.finish_reason = delta.logprobs, delta.finish_reason
-                text, echoes[delta.index] = echoes[delta.index] + _text_of(delta), ""
-                frames.append(data_frame(chunk | {"choices": [self._choice(delta.index, text, answer)]}))
+            frames = [
+                data_frame(chunk | {"choices": [self._answers[delta.index].fields(delta)]})
+                for delta in deltas
+            ]
             yield b"".join(frames)
         if options.include_usage:
             yield data_frame(chunk | {"choices": [], "usage": self._generation.usage()}) + DONE
         else:
             yield DONE
-
-
-def logprob_lists(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], offset: int
-) -> tuple[dict[str, Any], int]:
-    """The `logprobs` object of a text completion, and where the next token will begin in the text."""
-    tokens, values, tops, offsets = [], [], [], []
-    for item in logprobs:
-        text, _ = tokenizer.token_text(item.token_id)
-        tokens.append(text)
-        values.append(max(item.logprob, -9999.0))
-        tops.append({tokenizer.token_text(token)[0]: max(value, -9999.0) for token, value in item.top})
-        offsets.append(offset)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset

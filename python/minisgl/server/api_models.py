@@ -86,6 +86,16 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return JsonAnswer({"prompt": text})
 
 
+@router.get("/tokenizer_info", response_model=None, tags=["text"])
+async def tokenizer_info(request: Request) -> Response:
+    """What a client needs to know to count tokens and render conversations by itself; evaluation harnesses ask for it."""
+    pool = service_of(request).pool
+    hf = pool.tokenizer.hf
+    names = {"bos_token": hf.bos_token, "eos_token": hf.eos_token, "pad_token": hf.pad_token}
+    about = {"tokenizer_class": type(hf).__name__, "chat_template": pool.template_text or None}
+    return JsonAnswer(about | names)
+
+
 @router.get("/health", response_model=None, tags=["operation"])
 async def health(request: Request) -> Response:
     """200 while the server lives; 503 once the engine has died."""

@@ -22,13 +22,22 @@ from minisgl.text import Detokenizer, StopMatcher
 @dataclass
 class Delta:
     """What one wake-up adds to one choice. finish_reason is OpenAI's word, set in the last delta of the
-    choice.
+    choice; prompt_logprobs, where they were asked for, are in the first.
     """
 
     index: int
     events: list[Event] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
+
+    def add(self, later: Delta) -> None:
+        """Append what came afterwards."""
+        self.events += later.events
+        self.logprobs += later.logprobs
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish_reason = later.finish_reason or self.finish_reason
 
 
 class Choice:
@@ -54,6 +63,8 @@ class Choice:
         if self.finish_reason is not None:
             return
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            self._pending.prompt_logprobs = output.prompt_logprobs
         if output.token_id is not None:
             self._take_token(output.token_id, output)
         if output.finish_reason is not None and self.finish_reason is None:
@@ -108,7 +119,7 @@ class Choice:
     def take(self) -> Delta | None:
         """What has come since the last call, None if that is nothing."""
         delta = self._pending
-        if not (delta.events or delta.logprobs or delta.finish_reason):
+        if not (delta.events or delta.logprobs or delta.prompt_logprobs or delta.finish_reason):
             return None
         self._pending = Delta(self.index)
         return delta
@@ -157,7 +168,7 @@ class Generation:
         failed.
         """
         while outputs := await self.ticket.receive():
-            self._observe(len(outputs))
+            self._observe(sum(output.token_id is not None for output in outputs))
             touched: dict[int, Choice] = {}
             for output in outputs:
                 choice = self._by_id[output.request_id]

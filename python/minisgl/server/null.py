@@ -156,7 +156,8 @@ class NullScheduler:
 
     def _longest(self, request: Request) -> int:
         room = self.options.max_model_len - len(request.prompt_ids)
-        return len(request.prompt_ids) + min(request.params.max_tokens or room, room)
+        asked = request.params.max_tokens
+        return len(request.prompt_ids) + (room if asked is None else min(asked, room))
 
     def _pace(self) -> None:
         now = time.perf_counter()
@@ -176,6 +177,13 @@ class NullScheduler:
 
     def _advance(self, entry: _Running) -> StepOutput:
         request, params = entry.request, entry.request.params
+        of_prompt = None
+        if params.prompt_logprobs is not None and not entry.tokens:
+            of_prompt = tuple(self._logprobs(t, params.prompt_logprobs) for t in request.prompt_ids[1:])
+        if params.max_tokens == 0:
+            self._leave(entry)
+            length = FinishReason.LENGTH
+            return StepOutput(request.request_id, None, finish_reason=length, prompt_logprobs=of_prompt)
         token = self._choose(entry)
         entry.tokens.append(token)
         self._generated += 1
@@ -187,11 +195,16 @@ class NullScheduler:
         elif len(request.prompt_ids) + count >= self._longest(request):
             reason = FinishReason.LENGTH
         if reason is not None:
-            del self._running[request.request_id]
-            self._free_pages += entry.pages
+            self._leave(entry)
         logprobs = None if params.logprobs is None else self._logprobs(token, params.logprobs)
         stamp = time.monotonic_ns() // 1000 if self.options.stamp else 0
-        return StepOutput(request.request_id, token, logprobs, reason, num_cached_tokens=stamp)
+        return StepOutput(
+            request.request_id, token, logprobs, reason, num_cached_tokens=stamp, prompt_logprobs=of_prompt
+        )
+
+    def _leave(self, entry: _Running) -> None:
+        del self._running[entry.request.request_id]
+        self._free_pages += entry.pages
 
     def _choose(self, entry: _Running) -> int:
         at = len(entry.tokens)

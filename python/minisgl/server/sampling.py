@@ -34,6 +34,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None = None,
     grammar: Grammar | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The parameters of a request. max_tokens: already bounded by the context. ApiError 400 for anything out
     of range.
@@ -51,6 +52,7 @@ def sampling_params(
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logit_bias=logit_bias(body.logit_bias or {}),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             grammar=grammar,
             **values,
         )
@@ -116,13 +118,13 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
     return grammar
 
 
-def max_new_tokens(asked: int | None, num_prompt: int, max_model_len: int) -> int:
-    """Tokens that may be generated: what was asked, at most what the context leaves. ApiError 400 below 1."""
-    if asked is not None and asked < 1:
-        raise bad_request(f"max_tokens={asked} must be at least 1", "max_tokens")
+def max_new_tokens(asked: int | None, num_prompt: int, max_model_len: int, least: int = 1) -> int:
+    """Tokens that may be generated: what was asked, at most what the context leaves. ApiError 400 below `least`."""
+    if asked is not None and asked < least:
+        raise bad_request(f"max_tokens={asked} must be at least {least}", "max_tokens")
     room = max_model_len - num_prompt
     if asked is None or asked <= room:
-        return asked or room
+        return room if asked is None else asked
     message = (
         f"This model's maximum context length is {max_model_len} tokens; the prompt has {num_prompt} and max_tokens asks "
         f"for {asked} more. Use max_tokens of at most {room}."
