@@ -15,7 +15,7 @@ from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem
 from minisgl.config import EngineConfig
 from minisgl.core import TokenLogprobs
 from minisgl.engine.experts import check_can_share, make_moe_factory, share_experts
-from minisgl.engine.graphs import DecodeGraphs, graph_sizes
+from minisgl.engine.graphs import DecodeGraphs, graph_sizes, safe_sizes
 from minisgl.engine.inputs import PageTable, StepArrays, step_arrays, to_device
 from minisgl.engine.memory import (
     DoesNotFit,
@@ -199,7 +199,8 @@ class Engine:
         problem = largest_problem(self._sizes, setup_of(self.config))
         for layer in self.decoder.moe_layers().values():
             assert problem is not None
-            layer.backend.reserve(problem, self.device)  # one for all layers: the first call does it
+            most = replace(problem, num_tokens=layer.exchange.most_rows(problem.num_tokens))
+            layer.backend.reserve(most, self.device)  # one for all layers: the first call does it
 
     def _make_decoder(self) -> Decoder:
         kernel = self.config.kernel
@@ -295,15 +296,9 @@ class Engine:
         if self.device.type != "cuda" or limit == 0:
             return None
         limit = self.config.scheduler.max_running_requests if limit is None else limit
-        layers = self.decoder.moe_layers().values()
-        stores = [layer.store for layer in layers]
+        sizes = graph_sizes(min(limit, self.config.scheduler.max_running_requests))
         parts = [self.group, *self.decoder.backends.values()]
-        parts += [part for layer in layers for part in (layer.backend, layer.exchange)]
-        sizes = [
-            size
-            for size in graph_sizes(min(limit, self.config.scheduler.max_running_requests))
-            if all(store.graph_safe(size) for store in stores) and all(part.graph_safe for part in parts)
-        ]
+        sizes = safe_sizes(sizes, self.decoder.moe_layers().values(), parts)
         if not sizes:
             return None
         return DecodeGraphs(self.decoder, self._caches, self._table, sizes, self.max_seq_len)

@@ -12,14 +12,15 @@ down, the smaller ones live in what the largest has already taken.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from minisgl.attention.base import LayerCache
 from minisgl.engine.inputs import DecodeInputs, PageTable, StepArrays
+from minisgl.layers.moe import MoELayer
 from minisgl.models.decoder import Decoder, DecoderInput
 
 
@@ -27,6 +28,26 @@ def graph_sizes(max_batch: int) -> list[int]:
     """Batch sizes worth a graph, up to max_batch: 1, 2, 4, then multiples of 8, coarser above 64 (padding stays below 1/4)."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 4097, 64)]
     return [s for s in sizes if s < max_batch] + ([max_batch] if max_batch > 0 else [])
+
+
+class GraphSafe(Protocol):
+    """Something that knows whether a CUDA graph can hold what it does."""
+
+    graph_safe: bool
+
+
+def safe_sizes(sizes: Iterable[int], layers: Collection[MoELayer], others: Iterable[GraphSafe]) -> list[int]:
+    """Those batch sizes whose step a graph can hold. A store is asked about the rows that it will place, which an exchange may
+    make more than the batch has.
+    """
+    parts = [*others, *(part for layer in layers for part in (layer.backend, layer.exchange))]
+    if not all(part.graph_safe for part in parts):
+        return []
+    return [
+        size
+        for size in sizes
+        if all(layer.store.graph_safe(layer.exchange.most_rows(size)) for layer in layers)
+    ]
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,37 @@ def test_tokens_that_are_not_replicated(static: bool) -> None:
         torch.testing.assert_close(y_TD.double(), oracle(x_TD, routing), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("replicated", [True, False])
+def test_most_rows_is_what_the_largest_part_has(mode: str, replicated: bool) -> None:
+    """Every token to all ranks is the worst case; a static exchange always sends so many."""
+    size, spread, name = 4, ExpertSpread(E, 4), mode.split()[0]
+    routing = make_routing(9, lambda s: torch.tensor([[1, 3, 5], [7, 3, 5], [1, 7, 3]] * 3).int())
+    every = make_routing(9, lambda s: torch.tensor([[2 * (r % 4), -1, -1] for r in range(9)]).int())
+
+    def work(group: ThreadGroup) -> list[tuple[int, int]]:
+        exchange = make_mode(mode, spread, group)
+        if not replicated and name != "reduce":
+            overlap = mode == name
+            exchange = AllToAll(
+                spread, group, CPU, static=name == "static", overlap=overlap, replicated=False
+            )
+        found, store = [], WEIGHTS.store(spread.experts_of(group.rank))
+        for some in (routing, every):
+            sent = exchange.dispatch(torch.randn(9, D), some)
+            ys, rows = [], []
+            for part in sent.parts:
+                rows.append(len(part.x_RD))
+                ys.append(run_rows(store, part))
+            exchange.combine(ys, sent)
+            found.append((max(rows), exchange.most_rows(9)))
+        return found
+
+    found = [pair for pairs in on_ranks(size, work) for pair in pairs]
+    assert all(rows <= most for rows, most in found)
+    assert name == "dynamic" or all(rows == most for rows, most in found)
+
+
 def test_one_rank_gives_the_bits_of_local() -> None:
     x_TD, routing, store = torch.randn(5, D), make_routing(5), WEIGHTS.store(tuple(range(E)))
     expected = run_exchange(Local(E), store, x_TD, routing)

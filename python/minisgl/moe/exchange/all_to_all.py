@@ -69,6 +69,11 @@ class AllToAll:
         self._group, self._tables = group, spread.tables(group.rank, device)
         self._static, self._overlap, self._replicated = static, overlap, replicated
 
+    def most_rows(self, num_tokens: int) -> int:
+        own = -(-num_tokens // self._group.size) if self._replicated else num_tokens
+        others = own * (self._group.size if self._static else self._group.size - 1)
+        return max(own, others) if self._overlap else own + others
+
     # --- there -------------------------------------------------------------------------------------------------------
 
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> Dispatched:

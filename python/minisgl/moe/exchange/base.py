@@ -43,6 +43,12 @@ class Exchange(Protocol):
     graph_safe: bool
     """Whether a CUDA graph can hold it: fixed shapes, and the host never waits."""
 
+    def most_rows(self, num_tokens: int) -> int:
+        """Rows that a part can have at most where `dispatch` is given so many tokens: what the store places, and scratch
+        space holds, at a time. A part of a graph-safe exchange has the same number of rows in every step of so many tokens.
+        """
+        ...
+
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> Dispatched:
         """Send rows where their experts are."""
         ...

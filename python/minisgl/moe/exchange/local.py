@@ -19,6 +19,9 @@ class Local:
         self.graph_safe = group.graph_safe
         self._group = group
 
+    def most_rows(self, num_tokens: int) -> int:
+        return num_tokens
+
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> Dispatched:
         return Dispatched((Rows(x_TD, routing),))
 

@@ -23,6 +23,9 @@ class Reduce:
         self.graph_safe = group.graph_safe
         self._group, self._tables = group, spread.tables(group.rank, device)
 
+    def most_rows(self, num_tokens: int) -> int:
+        return num_tokens
+
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> Dispatched:
         ids_TK, group = routing.ids_TK, self._group
         at_home_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] % group.size == group.rank
