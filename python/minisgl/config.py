@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.eviction import POLICIES, EvictionConfig
-from minisgl.flags import add_flags, flag, flag_names, iter_flags
+from minisgl.flags import add_flags, flag, flag_names, iter_flags, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,19 @@ class CacheConfig:
     memory_ratio: float = flag(
         0.9, "share of the device's memory for weights, workspace and KV pages together"
     )
+    gpu_memory_limit: str | None = flag(
+        None,
+        "behave as on a card of this size, e.g. 12GiB: to share a GPU, or to try what a smaller one would do",
+    )
     cache_type: str = flag(
         "radix", "prefix cache", names=("--cache", "--cache-type"), choices=("radix", "naive")
     )
+
+    @property
+    def gpu_limit_bytes(self) -> int | None:
+        """--gpu-memory-limit as a number; ValueError if it is none."""
+        limit = self.gpu_memory_limit
+        return None if limit is None else parse_bytes(limit, "--gpu-memory-limit")
 
 
 @dataclass(frozen=True)
@@ -296,6 +306,7 @@ class EngineConfig:
             )
         if not 0.0 < cache.memory_ratio <= 1.0:
             raise ValueError(f"--memory-ratio={cache.memory_ratio} must lie in (0, 1]")
+        _ = cache.gpu_limit_bytes  # says what is wrong with it
         graph_limit = self.kernel.cuda_graph_max_bs
         if graph_limit is not None and graph_limit < 0:
             raise ValueError(f"--cuda-graph-max-bs={graph_limit} must be 0 (no graphs) or more")

@@ -116,6 +116,10 @@ def _resolve_kernel(kernel: KernelConfig, on_cuda: bool, facts: Facts, made: lis
 def _resolve_cache(config: EngineConfig, model: ModelConfig, made: list[Decision]) -> CacheConfig:
     """How many tokens the KV cache holds, where the experts' cache takes what is left instead."""
     cache, offload = config.cache, config.offload
+    if cache.gpu_memory_limit is not None and model.device == "cpu":
+        raise ValueError(
+            f"--gpu-memory-limit={cache.gpu_memory_limit} is for a CUDA device, and this runs on the CPU: leave it out"
+        )
     sized_by_rest = offload.moe_expert_offload and offload.num_slots is None and model.device == "cuda"
     if not sized_by_rest or cache.num_pages is not None or cache.max_total_tokens is not None:
         return cache

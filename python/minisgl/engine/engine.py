@@ -26,6 +26,7 @@ from minisgl.engine.memory import (
     cuda_budget,
     graph_bytes,
     largest_problem,
+    limit_device,
     pages_on_cpu,
     pages_on_cuda,
     predict_ledger,
@@ -114,6 +115,7 @@ class Engine:
     def _build(self, folder: Path, record_routing: bool) -> None:
         self.device = self.ranks.device(self.config.model.device)
         self.dtype = DTYPES[self.config.model.dtype]
+        limit_device(self.device, self.config.cache)
         assert self.config.model.max_seq_len_override is not None
         self.max_seq_len = self.config.model.max_seq_len_override
         self.vocab_size = self.spec.vocab_size
@@ -156,9 +158,7 @@ class Engine:
 
     def _size_cache(self) -> None:
         """The number of experts a layer keeps on the device becomes part of the configuration."""
-        budget = None
-        if self.device.type == "cuda":
-            budget = cuda_budget(self.device, self.config.cache.memory_ratio)
+        budget = cuda_budget(self.device, self.config.cache) if self.device.type == "cuda" else None
         self.config, decisions = size_cache(self.config, self._sizes, budget)
         self.decisions += decisions
 
@@ -179,7 +179,7 @@ class Engine:
         """Refuse what cannot fit before loading any of it; DoesNotFit says what is missing."""
         ledger = predict_ledger(self._sizes, setup_of(self.config))
         if self.device.type == "cuda":
-            check_fits(ledger, cuda_budget(self.device, self.config.cache.memory_ratio))
+            check_fits(ledger, cuda_budget(self.device, self.config.cache))
         else:
             check_fits(ledger, available_host_bytes(), where="host")
 
@@ -190,7 +190,7 @@ class Engine:
             f"the device ran out of memory while loading ({str(error).splitlines()[0]}). Lower --memory-ratio or "
             "--max-prefill-length, or quantize with --moe-expert-quantization",
             ledger.on("device"),
-            cuda_budget(self.device, self.config.cache.memory_ratio),
+            cuda_budget(self.device, self.config.cache),
             ledger,
         )
 
@@ -261,7 +261,7 @@ class Engine:
             return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, available_host_bytes())
         self._run_largest_step()
         graphs = graph_bytes(self._sizes, setup_of(self.config))
-        return pages_on_cuda(self.device, cache.memory_ratio, page_bytes, reserve_bytes=graphs)
+        return pages_on_cuda(self.device, cache, page_bytes, reserve_bytes=graphs)
 
     @torch.inference_mode()
     def _run_largest_step(self) -> None:
@@ -335,7 +335,10 @@ class Engine:
         tokens_T = self._table.tokens(ids_T, rows_T)
         step = DecoderInput(tokens_T, positions_T, batch, self.decoder.plan(batch), wanted_X)
         hidden_XD, lm_head = self.decoder.hidden(step, self._caches), self.decoder.lm_head
-        scores, most = None, self.config.scheduler.max_running_requests  # the sampler's memory is reserved for so many rows
+        scores, most = (
+            None,
+            self.config.scheduler.max_running_requests,
+        )  # the sampler's memory is reserved for so many rows
         if asked:
             num_top = max(spec.num_top for spec in asked)
             scores = score_prompts(lm_head, hidden_XD[num_logits:], targets_S, num_top, most)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from minisgl.config import EngineConfig
+from minisgl.config import CacheConfig, EngineConfig
 from minisgl.engine.graphs import graph_sizes
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import Problem
@@ -27,6 +27,9 @@ from minisgl.moe.store.planning import graph_holds
 from minisgl.moe.workspace import ALIGNMENT, buffer_specs, next_power_of_two
 
 GIB = 2**30
+CONTEXT_BYTES = (
+    GIB // 2
+)  # CUDA context and libraries of a process, where they can't be told from what others hold
 CPU_KV_TOKENS = 32_768  # pages of a CPU run that names no --num-pages: four long conversations
 CPU_KV_SHARE = 0.25  # of available host memory, at most
 
@@ -295,11 +298,31 @@ def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
 # --- does it fit ---------------------------------------------------------------------------------------------------------
 
 
-def cuda_budget(device: torch.device, memory_ratio: float) -> int:
-    """Bytes this process may allocate: memory_ratio of the device less what others (and the CUDA context) hold."""
+def limit_device(device: torch.device, cache: CacheConfig) -> None:
+    """Let this process allocate no more than a card of --gpu-memory-limit would, its CUDA context included; without a limit
+    all there is. Raises ValueError if the device is smaller.
+    """
+    if device.type != "cuda":
+        return
+    limit = cache.gpu_limit_bytes
+    total = torch.cuda.mem_get_info(device)[1]
+    if limit is not None and limit > total:
+        raise ValueError(
+            f"--gpu-memory-limit of {limit / GIB:.2f} GiB: the device has {total / GIB:.2f}; leave it out"
+        )
+    share = 1.0 if limit is None else max(limit - CONTEXT_BYTES, 0) / total
+    torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def cuda_budget(device: torch.device, cache: CacheConfig) -> int:
+    """Bytes this process may allocate: --memory-ratio of the device less what others (and the CUDA context) hold.
+
+    With --gpu-memory-limit as on a card of that size which is this process's alone, if so much is free.
+    """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * memory_ratio) - others
+    budget, limit = int(total * cache.memory_ratio) - others, cache.gpu_limit_bytes
+    return budget if limit is None else min(budget, int(limit * cache.memory_ratio) - CONTEXT_BYTES)
 
 
 def check_fits(ledger: Ledger, available: int, where: str = "device") -> None:
@@ -323,19 +346,19 @@ def check_fits(ledger: Ledger, available: int, where: str = "device") -> None:
     )
 
 
-def pages_on_cuda(device: torch.device, memory_ratio: float, page_bytes: int, reserve_bytes: int = 0) -> int:
-    """KV pages that fit into memory_ratio of the device's memory beside the peak of what was allocated so far.
+def pages_on_cuda(device: torch.device, cache: CacheConfig, page_bytes: int, reserve_bytes: int = 0) -> int:
+    """KV pages that fit into `cuda_budget` beside the peak of what was allocated so far.
 
     Call it after a forward pass of the largest step, so that the peak holds weights, workspace and activations. reserve_bytes:
     what will be allocated later, such as CUDA graphs (`graph_bytes`). Memory that other processes hold counts as used. Raises
     DoesNotFit with the missing bytes when not even two pages fit.
     """
     peak = torch.cuda.max_memory_allocated(device) + reserve_bytes
-    available = cuda_budget(device, memory_ratio)
+    available = cuda_budget(device, cache)
     if available - peak < 2 * page_bytes:
         raise DoesNotFit(
-            f"no memory is left for the KV cache: of {available / GIB:.2f} GiB that --memory-ratio {memory_ratio} and other "
-            f"processes leave, weights and workspace take {peak / GIB:.2f} GiB. Raise --memory-ratio, lower "
+            f"no memory is left for the KV cache: of {available / GIB:.2f} GiB that --memory-ratio {cache.memory_ratio} and "
+            f"other processes leave, weights and workspace take {peak / GIB:.2f} GiB. Raise --memory-ratio, lower "
             "--max-prefill-length or --max-running-requests, or quantize with --moe-expert-quantization",
             peak + 2 * page_bytes,
             available,

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from minisgl.engine.memory import DoesNotFit
+from minisgl.flags import parse_bytes
 from minisgl.planner.command import read_config
-from minisgl.planner.machine import Machine, this_machine
+from minisgl.planner.machine import Machine, limited, this_machine
 from minisgl.planner.numbers import read_numbers
 from minisgl.planner.plan import Plan, Request, closest, make_plan
 from minisgl.planner.report import memory_bar
@@ -30,7 +31,10 @@ def plan_for(
     )
     given = {name: value for name, value in options.items() if name != "model"}
     request = Request(options["model"], context, given=given, command=f"python -m minisgl {command}")
-    return make_plan(read_numbers(config), machine or this_machine(), request)
+    machine = machine or this_machine()
+    if limit := options.get("gpu_memory_limit"):
+        machine = limited(machine, parse_bytes(limit, "--gpu-memory-limit"))
+    return make_plan(read_numbers(config), machine, request)
 
 
 def apply_auto(

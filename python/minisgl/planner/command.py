@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from minisgl.config import EngineConfig
-from minisgl.flags import add_flags, iter_flags
+from minisgl.flags import add_flags, iter_flags, parse_bytes
 from minisgl.models.checkpoints import read_headers
 from minisgl.models.registry import resolve_model
 from minisgl.planner.machine import Machine, named_machine, pinnable, this_machine
@@ -20,7 +20,7 @@ from minisgl.planner.numbers import read_numbers
 from minisgl.planner.plan import Request, make_plan
 from minisgl.planner.predict import SHARES
 from minisgl.planner.report import plan_dict, print_plan
-from minisgl.planner.units import parse_bytes, parse_count
+from minisgl.planner.units import parse_count
 
 PINNED_OPTIONS = (
     "moe_expert_quantization", "moe_quantization_group_size", "dtype", "device", "memory_ratio", "page_size",

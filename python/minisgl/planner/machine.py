@@ -11,12 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from minisgl.engine.memory import GIB, available_host_bytes
+from minisgl.engine.memory import CONTEXT_BYTES, GIB, available_host_bytes
 from minisgl.planner.gpus import Gpu, find_gpu
 
-CONTEXT_BYTES = (
-    GIB // 2
-)  # CUDA context and libraries of a process, where they can't be read off a running one
 PIN_SHARE = 0.9  # of available host memory that may be page-locked on a Linux host
 WSL_PIN_SHARE = 0.5  # of all host memory: what WSL2 and Windows lock
 PROBE_SECONDS = 0.2
@@ -119,6 +116,14 @@ def this_machine(measure: bool = True) -> Machine:
     if not measure:
         return machine
     return replace(machine, read_gbps=_device_gbps(free), tflops=_device_tflops(), link_gbps=measure_link())
+
+
+def limited(machine: Machine, gpu_memory_limit: int) -> Machine:
+    """The machine as --gpu-memory-limit makes it look; ValueError if it has no GPU, or a smaller one."""
+    if machine.gpu is None or gpu_memory_limit > machine.gpu_bytes:
+        has = f"the GPU has {machine.gpu_bytes / GIB:.2f}" if machine.gpu else "there is no GPU"
+        raise ValueError(f"--gpu-memory-limit of {gpu_memory_limit / GIB:.2f} GiB: {has}; leave it out")
+    return replace(machine, gpu_bytes=gpu_memory_limit, gpu_used=min(machine.gpu_used, CONTEXT_BYTES))
 
 
 def pinnable(available: int) -> int:

@@ -166,7 +166,8 @@ class _Builder:
             out.append(resident)
             if self.sizes.expert and not resident.impossible:
                 out += self._caches(options, room=resident)
-        if self.machine.host_read_gbps and device != "cuda" and self.request.num_ranks == 1:
+        means_gpu = device == "cuda" or "gpu_memory_limit" in self.request.given
+        if self.machine.host_read_gbps and not means_gpu and self.request.num_ranks == 1:
             out.append(self._best_step({**options, **({"device": "cpu"} if self.machine.gpu else {})}, None))
         return out
 

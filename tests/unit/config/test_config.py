@@ -103,3 +103,16 @@ def test_what_the_machine_cannot_do_is_refused() -> None:
         resolve(
             EngineConfig.from_kwargs(model="m", dtype="bfloat16"), dataclasses.replace(GPU, has_bf16=False)
         )
+
+
+def test_a_memory_limit_is_a_size_and_needs_a_gpu() -> None:
+    assert EngineConfig.from_kwargs(model="m", gpu_memory_limit="12GiB").cache.gpu_limit_bytes == 12 * 2**30
+    assert EngineConfig.from_kwargs(model="m").cache.gpu_limit_bytes is None
+    with pytest.raises(
+        ValueError, match=r"--gpu-memory-limit 'twelve' is not a size: write for example 12GiB"
+    ):
+        EngineConfig.from_kwargs(model="m", gpu_memory_limit="twelve")
+    asked = EngineConfig.from_kwargs(model="m", gpu_memory_limit="12GiB", device="cpu")
+    facts = Facts(has_cuda=True, has_bf16=True, checkpoint_dtype="bfloat16", context_length=512)
+    with pytest.raises(ValueError, match="this runs on the CPU: leave it out"):
+        resolve(asked, facts)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.config import EngineConfig
+from minisgl.config import CacheConfig, EngineConfig
 from minisgl.engine import memory
 from minisgl.engine.engine import Engine
 from minisgl.engine.graphs import graph_sizes
@@ -32,6 +32,7 @@ from minisgl.engine.memory import (
     step_bytes,
     workspace_bytes,
 )
+from minisgl.engine.offload import size_cache
 from minisgl.kvcache import bytes_per_page
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import ModelSpec
@@ -207,12 +208,61 @@ def test_pages_on_cuda_leaves_room_for_what_comes_later(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * gib)
     device = torch.device("cuda")
-    assert memory.cuda_budget(device, 0.5) == 5 * gib, "1 GiB of the 12 belongs to others"
-    assert memory.pages_on_cuda(device, 0.5, 2**20) == 1024
-    assert memory.pages_on_cuda(device, 0.5, 2**20, reserve_bytes=gib // 2) == 512
+    half = CacheConfig(memory_ratio=0.5)
+    assert memory.cuda_budget(device, half) == 5 * gib, "1 GiB of the 12 belongs to others"
+    assert memory.pages_on_cuda(device, half, 2**20) == 1024
+    assert memory.pages_on_cuda(device, half, 2**20, reserve_bytes=gib // 2) == 512
     with pytest.raises(DoesNotFit, match=r"4\.00 GiB.*--memory-ratio") as error:
-        memory.pages_on_cuda(device, 0.4, 2**20)
+        memory.pages_on_cuda(device, CacheConfig(memory_ratio=0.4), 2**20)
     assert error.value.needed - error.value.available > 0
+
+
+class Card:
+    """A faked device: 80 GiB, of which `others` are taken by its context and other processes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+        self.fraction = 1.0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((80 * 2**30) - others, 80 * 2**30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.set_fraction)
+
+    def set_fraction(self, fraction: float, device: torch.device) -> None:
+        self.fraction = fraction
+
+
+def test_a_limit_makes_a_large_card_look_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gib = torch.device("cuda"), 2**30
+    card = Card(monkeypatch, others=gib)
+    limited = CacheConfig(memory_ratio=0.9, gpu_memory_limit="12GiB")
+    memory.limit_device(device, limited)
+    assert card.fraction == 11.5 / 80, "the context takes its part of the 12 GiB"
+    assert memory.cuda_budget(device, limited) == int(12 * gib * 0.9) - gib // 2
+    assert memory.cuda_budget(device, CacheConfig(memory_ratio=0.9)) == int(80 * gib * 0.9) - gib
+    memory.limit_device(device, CacheConfig())
+    assert card.fraction == 1.0, "a later engine has the whole card again"
+    with pytest.raises(ValueError, match=r"81\.00 GiB: the device has 80\.00; leave it out"):
+        memory.limit_device(device, CacheConfig(gpu_memory_limit="81GiB"))
+
+
+def test_a_limit_does_not_conjure_memory_that_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gib = torch.device("cuda"), 2**30
+    Card(monkeypatch, others=70 * gib)
+    limited = CacheConfig(memory_ratio=1.0, gpu_memory_limit="12GiB")
+    assert memory.cuda_budget(device, limited) == 10 * gib
+
+
+def test_a_limit_decides_how_many_experts_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gib = torch.device("cuda"), 2**30
+    Card(monkeypatch, others=gib)
+    facts = Facts(has_cuda=True, has_bf16=True, checkpoint_dtype="bfloat16", context_length=4096)
+    options = {"moe_expert_quantization": "int4", "moe_expert_offload": True, "gpu_memory_limit": "12GiB"}
+    config, _ = resolve(EngineConfig.from_kwargs(model="x", **options), facts)
+    sizes = read_numbers(configs.QWEN3_30B_A3B).sizes
+    small = size_cache(config, sizes, memory.cuda_budget(device, config.cache))[0].offload.num_slots
+    assert small is not None
+    assert 30 < small < 70
+    whole = size_cache(config, sizes, memory.cuda_budget(device, CacheConfig()))[0]
+    assert not whole.offload.moe_expert_offload, "80 GiB hold every expert"
 
 
 def test_pages_on_cpu_stay_within_a_share_of_memory() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from minisgl.config import EngineConfig
 from minisgl.engine.memory import GIB, DoesNotFit, Setup
-from minisgl.flags import add_flags, iter_flags
+from minisgl.flags import add_flags, iter_flags, parse_bytes
 from minisgl.planner import (
     add_env_arguments,
     add_plan_arguments,
@@ -41,7 +41,7 @@ from minisgl.planner.predict import (
     random_hit_rate,
 )
 from minisgl.planner.report import plan_dict, print_plan
-from minisgl.planner.units import gib, parse_bytes
+from minisgl.planner.units import gib
 from tests.unit.planner import configs
 
 QWEN = read_numbers(configs.QWEN3_30B_A3B)
@@ -109,7 +109,7 @@ def test_one_line_makes_a_feature_count(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_steps_shrink_before_precision_does() -> None:
-    small = plan_on(machine("RTX 4090", gpu_bytes=int(22.5 * GIB))).candidates[0]
+    small = plan_on(machine("RTX 4090", gpu_bytes=int(23.5 * GIB))).candidates[0]
     assert small.options["max_prefill_length"] < 8192 and small.options["max_running_requests"] < 256
     kept = plan_on(machine("RTX 4090"), given={"max_prefill_length": 8192}).candidates[0]
     assert "max_prefill_length" not in kept.options and kept.setup.max_prefill_length == 8192
