@@ -38,6 +38,17 @@ class ModelConfig:
     max_seq_len_override: int | None = flag(
         None, "longest sequence in tokens, instead of the model's own maximum"
     )
+    quantize_dense: str = flag(
+        "none",
+        "storage of attention projections and lm_head; an fp8 checkpoint keeps its own scales",
+        choices=("none", "fp8"),
+    )
+    quantize_dense_group_size: int = flag(
+        0, "input values that share a scale in --quantize-dense; 0: a whole row, or what the checkpoint has"
+    )
+    embedding_on_host: bool = flag(
+        False, "keep the embedding in pinned host memory; kernels read the rows of a batch from there"
+    )
     dummy_weight: bool = flag(False, "random weights: only config.json is read (for benchmarks)")
 
 
@@ -319,6 +330,9 @@ class EngineConfig:
                 f"--moe-ep-dispatch dynamic reads counts on the host, which no CUDA graph can hold: leave out "
                 f"--cuda-graph-max-bs {graph_limit}, or use reduce or static"
             )
+        group_size = self.model.quantize_dense_group_size
+        if group_size < 0 or group_size % 16:
+            raise ValueError(f"--quantize-dense-group-size={group_size} must be 0 or a multiple of 16")
         threshold = self.kernel.moe_small_m_threshold
         if threshold != "auto" and not threshold.isdecimal():
             raise ValueError(f"--moe-small-m-threshold={threshold!r} must be auto or a whole number")

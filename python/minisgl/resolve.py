@@ -26,7 +26,9 @@ class Facts:
 
     has_cuda, has_bf16: whether a CUDA device is there and computes in bfloat16. checkpoint_dtype: "bfloat16" or the like.
     context_length: positions the model serves. expert_format, expert_group_size: what keeps the checkpoint's experts as they
-    are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights.
+    are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights. dense_group:
+    columns that share a scale in a checkpoint whose attention is fp8 in blocks, else 0. has_fp8: whether the CUDA device
+    computes in fp8.
     """
 
     has_cuda: bool
@@ -35,6 +37,8 @@ class Facts:
     context_length: int
     expert_format: str = "none"
     expert_group_size: int = 128
+    dense_group: int = 0
+    has_fp8: bool = False
 
 
 def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
@@ -74,7 +78,28 @@ def _resolve_model(model: ModelConfig, facts: Facts, made: list[Decision]) -> Mo
     if length is None:
         length = facts.context_length
         _decide(made, "--max-seq-len-override", str(length), "the model's own maximum")
-    return replace(model, device=device, dtype=dtype, max_seq_len_override=length)
+    group = _dense_group(model, facts, made) if model.quantize_dense == "fp8" else 0
+    if model.quantize_dense == "fp8" and device == "cuda" and not facts.has_fp8:
+        reason = (
+            "this GPU does not compute in fp8: every step dequantizes them, which saves memory and costs time"
+        )
+        _decide(made, "--quantize-dense", "fp8", reason)
+    return replace(
+        model,
+        device=device,
+        dtype=dtype,
+        max_seq_len_override=length,
+        quantize_dense_group_size=group,
+    )
+
+
+def _dense_group(model: ModelConfig, facts: Facts, made: list[Decision]) -> int:
+    """Columns that share a scale in fp8 dense weights."""
+    asked, stored = model.quantize_dense_group_size, facts.dense_group
+    if asked or not stored or model.dummy_weight:
+        return asked
+    _decide(made, "--quantize-dense-group-size", str(stored), "the checkpoint's own blocks, kept as they are")
+    return stored
 
 
 def _choose_dtype(device: str, facts: Facts) -> tuple[str, str]:

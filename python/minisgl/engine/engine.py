@@ -15,6 +15,7 @@ from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem
 from minisgl.config import EngineConfig
 from minisgl.core import TokenLogprobs
 from minisgl.engine.experts import check_can_share, make_moe_factory, share_experts
+from minisgl.engine.facts import gather_facts
 from minisgl.engine.graphs import DecodeGraphs, graph_sizes, safe_sizes
 from minisgl.engine.inputs import PageTable, StepArrays, step_arrays, to_device
 from minisgl.engine.memory import (
@@ -38,16 +39,15 @@ from minisgl.engine.ranks import Ranks, Setup, start_ranks
 from minisgl.engine.sampler import SampleResult, sample
 from minisgl.engine.step import Chunk, SampledToken, SampleSpec, ScoreSpec
 from minisgl.kvcache import KVPool, bytes_per_page
-from minisgl.models.checkpoints import stored_experts
 from minisgl.models.decoder import Decoder, DecoderInput
-from minisgl.models.experts import expert_shape
+from minisgl.models.dense import DenseStorage
 from minisgl.models.loader import fill_dummy_weights, load_weights
 from minisgl.models.sizes import ModelSizes, model_sizes, shard_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store.base import CacheCounters, StoreBytes
 from minisgl.moe.store.pinned import CudaPinning, gather_host_facts
 from minisgl.moe.trace import RoutingTrace
-from minisgl.resolve import Facts, resolve
+from minisgl.resolve import resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -73,20 +73,6 @@ class LaunchedStep:
         return self.scores.fetch(self.score_specs) if self.scores is not None else []
 
 
-def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
-    """What this machine and this model are, for `resolve.resolve`."""
-    has_cuda = torch.cuda.is_available()
-    experts = stored_experts(folder, expert_shape(spec)) if spec.moe is not None else None
-    return Facts(
-        has_cuda=has_cuda,
-        has_bf16=has_cuda and torch.cuda.get_device_capability()[0] >= 8,
-        checkpoint_dtype=str(spec.dtype).removeprefix("torch."),
-        context_length=spec.context_length,
-        expert_format="none" if experts is None else experts.name,
-        expert_group_size=128 if experts is None else experts.group_size,
-    )
-
-
 class Engine:
     """A model on a device. Build it with what the user asked for; `config` is what runs, `decisions` says why.
 
@@ -101,6 +87,7 @@ class Engine:
         self.spec = ModelSpec.from_folder(folder)
         config, self.decisions = resolve(requested, gather_facts(self.spec, folder))
         check_can_share(self.spec, config.parallel)
+        self._storage = DenseStorage.choose(config.model, self.spec)
         self.ranks = ranks or start_ranks(Setup(config, str(folder)))
         self.config, self.group = self.ranks.config, self.ranks.group
         try:
@@ -221,6 +208,7 @@ class Engine:
             dtype=self.dtype,
             moe_factory=moe_factory,
             group=self.group,
+            storage=self._storage,
         )
 
     def _watch_routing(self) -> RoutingTrace | None:
@@ -375,13 +363,14 @@ class Engine:
         """Everything that was allocated for good."""
         where = "device" if self.device.type == "cuda" else "host"
         moe_layers = self.decoder.moe_layers().values()
-        dense = sum(p.numel() * p.itemsize for p in self.decoder.parameters())
+        dense, embedding = self.decoder.num_bytes()
         experts = [layer.store.bytes() for layer in moe_layers]
         scratch = {id(layer.backend): layer.backend.scratch_bytes(self.device) for layer in moe_layers}
         shared = self._offload.bytes() if self._offload is not None else StoreBytes()
         table = self._table
         lines = [
             LedgerLine("dense weights", dense, where),
+            LedgerLine("embedding on the host", embedding, "host"),
             LedgerLine("experts", sum(e.device for e in experts), where),
             LedgerLine("experts on the host", sum(e.pinned + e.host for e in experts), "host"),
             LedgerLine("transient experts", shared.device, where),

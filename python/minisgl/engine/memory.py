@@ -12,13 +12,14 @@ before anything is loaded. The planner and the engine's own check both use it, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from rich.table import Table
 
 from minisgl.config import CacheConfig, EngineConfig
 from minisgl.engine.graphs import graph_sizes
+from minisgl.models.dense import DenseStorage
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import Problem
 from minisgl.moe.formats import get_format
@@ -99,6 +100,7 @@ class Setup:
     None for all of them; staged: whether the host plans that cache; wave_size: missing experts that travel together.
     num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs. fused: whether the fused MoE
     backend, which has a workspace, computes the experts; keeps_workspace: whether it is kept between steps.
+    storage: of attention, embedding and lm_head.
     """
 
     on_cuda: bool
@@ -116,6 +118,7 @@ class Setup:
     graph_batch: int = 256
     fused: bool = True
     keeps_workspace: bool = True
+    storage: DenseStorage = field(default_factory=DenseStorage)
 
     @property
     def offloaded(self) -> bool:
@@ -148,6 +151,7 @@ def setup_of(config: EngineConfig, num_pages: int = 2) -> Setup:
         graph_batch=scheduler.max_running_requests if graph_batch is None else graph_batch,
         fused=kernel.moe_backend == "fused",
         keeps_workspace=not kernel.disable_moe_workspace_cache,
+        storage=DenseStorage.of(model),
     )
 
 
@@ -281,7 +285,12 @@ def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
     )
     table = page_table_bytes(setup.max_running_requests, setup.max_seq_len, setup.page_size)
     lines = [
-        LedgerLine("dense weights", sizes.dense_bytes(setup.dtype), where),
+        LedgerLine("dense weights", sizes.dense_bytes(setup.dtype, setup.storage), where),
+        LedgerLine(
+            "embedding on the host",
+            sizes.embedding_bytes(setup.dtype) * setup.storage.embedding_on_host,
+            "host",
+        ),
         LedgerLine("experts", expert_cache_bytes(sizes, setup, slots), where),
         LedgerLine("experts on the host", everything * setup.offloaded, "host"),
         LedgerLine("transient experts", transient * record, where),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from minisgl.attention.base import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
+from minisgl.layers.fp8 import Fp8Storage
 from minisgl.layers.launch import HeadNorms, rotate_and_store, use_kernels
 from minisgl.layers.linear import MergedLinear, RowLinear
 from minisgl.layers.norm import RMSNorm
@@ -44,6 +45,15 @@ class Heads:
         return cls(group.shard(num_heads), Shard(num_kv_heads, group.rank * parts // size, parts), group)
 
 
+@dataclass(frozen=True)
+class Projections:
+    """What the projections of an attention layer are: with which biases, and stored how (fp8 None: in the layer's dtype)."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fp8: Fp8Storage | None = None
+
+
 class Attention(nn.Module):
     """Grouped-query attention. `problem` says this rank's heads, head_dim, dtype, scale and window; `backend`
     computes it. heads: which of the model's these are; None: all of them.
@@ -57,8 +67,7 @@ class Attention(nn.Module):
         problem: AttentionProblem,
         backend: AttentionBackend,
         *,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
+        projections: Projections | None = None,
         qk_norm_eps: float | None = None,
         device: torch.device,
         heads: Heads | None = None,
@@ -66,12 +75,23 @@ class Attention(nn.Module):
         super().__init__()
         self.problem, self.backend = problem, backend
         dim, dtype = problem.head_dim, problem.dtype
+        projections = projections or Projections()
         heads = heads or Heads(Shard(problem.num_heads), Shard(problem.num_kv_heads))
         assert (heads.q.length, heads.kv.length) == (problem.num_heads, problem.num_kv_heads)
         q, kv = (replace(shard, total=shard.total * dim) for shard in (heads.q, heads.kv))
         parts = {"q": q, "k": kv, "v": kv}
-        self.qkv = MergedLinear(model_dim, parts, bias=qkv_bias, device=device, dtype=dtype)
-        self.out = RowLinear(q.total, model_dim, bias=out_bias, device=device, dtype=dtype, group=heads.group)
+        self.qkv = MergedLinear(
+            model_dim, parts, bias=projections.qkv_bias, device=device, dtype=dtype, fp8=projections.fp8
+        )
+        self.out = RowLinear(
+            q.total,
+            model_dim,
+            bias=projections.out_bias,
+            device=device,
+            dtype=dtype,
+            group=heads.group,
+            fp8=projections.fp8,
+        )
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(dim, qk_norm_eps, device=device, dtype=dtype)

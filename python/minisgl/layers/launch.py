@@ -34,7 +34,7 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _dependent(device: torch.device) -> dict[str, bool]:
+def dependent_options(device: torch.device) -> dict[str, bool]:
     """Programmatic dependent launch, for kernel and driver alike."""
     return {"PDL": True, "launch_pdl": True} if has_dependent_launch(device) else {"PDL": False}
 
@@ -75,7 +75,7 @@ def add_rms_norm(
             HAS_RESIDUAL=residual is not None,
             BLOCK=block,
             num_warps=_warps(block),
-            **_dependent(x.device),
+            **dependent_options(x.device),
         )
     return y, total
 
@@ -136,7 +136,7 @@ def rotate_and_store(
         BLOCK_C=block_c,
         num_warps=_warps(block_h * block_c, 8),
         enable_fp_fusion=False,  # torch rounds the products of a rotation before it adds them
-        **_dependent(qkv_TX.device),
+        **dependent_options(qkv_TX.device),
     )
     return q_THC
 
@@ -160,7 +160,7 @@ def gated_activation(gate_up_TF: torch.Tensor, activation: str) -> torch.Tensor:
         ACTIVATION=activation,
         BLOCK=block,
         num_warps=_warps(block, 8),
-        **_dependent(gate_up_TF.device),
+        **dependent_options(gate_up_TF.device),
     )
     return y_TF
 
@@ -222,7 +222,7 @@ def few_rows_linear(
         "BLOCK_K": tile.block_k,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        **_dependent(x_MK.device),
+        **dependent_options(x_MK.device),
     }
     grid = (-(-out_dim // tile.block_n),)
     bias = weight_NK if bias_N is None else bias_N

@@ -26,6 +26,7 @@ from minisgl.attention import make_attention
 from minisgl.models.checkpoints.base import ExpertChoice, Pieces, Stored
 from minisgl.models.checkpoints.converted import (
     DENSE,
+    DENSE_KEY,
     MANIFEST,
     METHOD,
     FileSum,
@@ -35,9 +36,10 @@ from minisgl.models.checkpoints.converted import (
     records_name,
 )
 from minisgl.models.checkpoints.files import DTYPES, some
+from minisgl.models.checkpoints.fp8_block import Fp8Encoding
 from minisgl.models.checkpoints.placing import Changes, put_expert, read_dense, read_expert_weight
 from minisgl.models.checkpoints.readahead import read_ahead
-from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
+from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint, read_quantization
 from minisgl.models.decoder import Decoder
 from minisgl.models.experts import expert_shape, resident_moe
 from minisgl.models.loader import Target, match_weights, naming
@@ -222,16 +224,33 @@ def _quantized_layers(
 def _write_dense(
     path: Path, weights: list[Stored], dtype: torch.dtype, advance: Callable[[int], object]
 ) -> FileSum:
-    """Plain weights as they are, encoded ones in the model's dtype."""
+    """Plain weights and fp8 ones as they are, other encodings in the model's dtype."""
+    table = {name: entry for weight in weights for name, entry in _dense_entries(weight, dtype).items()}
 
-    def plain() -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for weight, pieces in read_ahead(weights, lambda w: read_dense(w, None), lambda w: w.num_bytes):
-            encoding = weight.encoding
-            yield weight.name, pieces["weight"] if encoding is None else encoding.dequantize(pieces).to(dtype)
+            if weight.encoding is None or keeps_pieces(weight):
+                yield from zip(_dense_entries(weight, dtype), pieces.values())
+            else:
+                yield weight.name, weight.encoding.dequantize(pieces).to(dtype)
             advance(weight.num_bytes)
 
-    types = {w.name: DTYPES[w.first.dtype] if w.encoding is None else dtype for w in weights}
-    return _write_file(path, plain(), {w.name: w.shape for w in weights}, types)
+    shapes = {name: shape for name, (shape, _) in table.items()}
+    return _write_file(path, tensors(), shapes, {name: stored for name, (_, stored) in table.items()})
+
+
+def _dense_entries(weight: Stored, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (shape, type) of the tensors that a dense weight is written as."""
+    if weight.encoding is None:
+        return {weight.name: (weight.shape, DTYPES[weight.first.dtype])}
+    if keeps_pieces(weight):
+        return {piece.name: (piece.shape, DTYPES[piece.dtype]) for piece in weight.pieces.values()}
+    return {weight.name: (weight.shape, dtype)}
+
+
+def keeps_pieces(weight: Stored) -> bool:
+    """Whether an encoded dense weight is written as it lies in the source: fp8, whose layers may stay so."""
+    return isinstance(weight.encoding, Fp8Encoding)
 
 
 def _write_file(
@@ -268,7 +287,13 @@ def _copy_texts(plan: Plan, target: Path) -> dict[str, FileSum]:
     source = plan.checkpoint.folder
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config.pop("compression_config", None)
-    now = {"quant_method": METHOD, "format": plan.choice.name, "group_size": plan.choice.group_size}
+    now: dict[str, Any] = {
+        "quant_method": METHOD,
+        "format": plan.choice.name,
+        "group_size": plan.choice.group_size,
+    }
+    if any(keeps_pieces(weight) and ".experts." not in weight.name for weight in plan.checkpoint.weights):
+        now[DENSE_KEY] = read_quantization(source)
     config["quantization_config"] = now
     texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
     for path in sorted(path for pattern in COPIED for path in source.glob(pattern)):

@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from minisgl.attention.base import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
-from minisgl.layers.attention import Attention, Heads
+from minisgl.layers.attention import Attention, Heads, Projections
 from minisgl.layers.embedding import Embedding, LmHead
+from minisgl.layers.fp8 import Fp8Storage, Fp8Weight
 from minisgl.layers.linear import Linear, MergedLinear, Shards
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.moe import MoELayer
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import Rotary
+from minisgl.models.dense import DenseStorage
 from minisgl.models.experts import MoeFactory, resident_moe
 from minisgl.models.spec import ModelSpec
 from minisgl.parallel import SOLO, Group
@@ -86,6 +88,7 @@ class DecoderLayer(nn.Module):
         moe: MoELayer | None,
         device: torch.device,
         group: Group,
+        fp8: Fp8Storage | None = None,
     ) -> None:
         super().__init__()
         dtype, eps = problem.dtype, spec.norm_eps
@@ -94,8 +97,7 @@ class DecoderLayer(nn.Module):
             spec.model_dim,
             problem,
             backend,
-            qkv_bias=spec.qkv_bias,
-            out_bias=spec.out_bias,
+            projections=Projections(spec.qkv_bias, spec.out_bias, fp8),
             qk_norm_eps=eps if spec.qk_norm else None,
             device=device,
             heads=Heads.share(spec.num_heads, spec.num_kv_heads, group),
@@ -140,6 +142,7 @@ class Decoder(nn.Module):
     activations.
     moe_factory: builds the sparse layers; None for resident experts and the backend that suits the device.
     group: the ranks that share heads, hidden dims and vocabulary; each builds a decoder of its own.
+    storage: how attention, embedding and lm_head are stored; None: in `dtype`, on the device.
     """
 
     def __init__(
@@ -152,22 +155,38 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         moe_factory: MoeFactory | None = None,
         group: Group = SOLO,
+        storage: DenseStorage | None = None,
     ) -> None:
         super().__init__()
         self.spec, self.device, self.dtype = spec, device, dtype
+        self.storage = storage = storage or DenseStorage()
         problems = layer_problems(spec, page_size, dtype, group)
         self.backends = {problem: attention(problem) for problem in dict.fromkeys(problems)}
         make_moe = moe_factory or resident_moe(spec, device=device, dtype=dtype, group=group)
-        self.embedding = Embedding(spec.vocab_size, spec.model_dim, device=device, dtype=dtype, group=group)
+        self.embedding = Embedding(
+            spec.vocab_size,
+            spec.model_dim,
+            device=device,
+            dtype=dtype,
+            group=group,
+            on_host=storage.embedding_on_host,
+        )
         self.rotary = Rotary(spec.rope, device)
         self.layers = nn.ModuleList()
         for index, problem in enumerate(problems):
             moe = make_moe(index, spec.moe) if spec.moe is not None and spec.is_sparse(index) else None
-            self.layers.append(DecoderLayer(spec, problem, self.backends[problem], moe, device, group))
+            backend = self.backends[problem]
+            self.layers.append(DecoderLayer(spec, problem, backend, moe, device, group, storage.fp8))
         self.norm = RMSNorm(spec.model_dim, spec.norm_eps, device=device, dtype=dtype)
-        tied_to = self.embedding if spec.tie_embeddings else None
+        tied_to = self.embedding if storage.shares_head(spec.tie_embeddings) else None
         self.lm_head = LmHead(
-            spec.vocab_size, spec.model_dim, tied_to=tied_to, device=device, dtype=dtype, group=group
+            spec.vocab_size,
+            spec.model_dim,
+            tied_to=tied_to,
+            device=device,
+            dtype=dtype,
+            group=group,
+            fp8=storage.fp8,
         )
 
     def plan(self, batch: AttentionBatch) -> dict[AttentionProblem, Any]:
@@ -199,24 +218,44 @@ class Decoder(nn.Module):
     def places(self) -> dict[str, torch.Tensor]:
         """Where every tensor but the experts finally lives, by our name, e.g. `layers.0.attention.q.weight`.
 
-        Merged weights appear as their parts; a tied lm_head does not appear.
+        Merged weights appear as their parts; a lm_head that is the embedding does not appear. `fp8_weights` names the places
+        that hold codes.
         """
         out: dict[str, torch.Tensor] = {}
         for path, module in self.named_modules():
-            if isinstance(module, MergedLinear):
-                parent = path.rpartition(".")[0]
-                out.update({f"{parent}.{name}": view for name, view in module.places().items()})
+            if isinstance(module, Linear):
+                out.update({f"{_place_path(path, module)}.{name}": t for name, t in module.places().items()})
             else:
                 out.update({f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)})
-        if self.spec.tie_embeddings:
+        if self.storage.shares_head(self.spec.tie_embeddings):
             del out["lm_head.weight"]
         return out
 
+    def fp8_weights(self) -> dict[str, Fp8Weight]:
+        """Those of `places` that hold fp8 codes, with their scales."""
+        return {
+            f"{_place_path(path, module)}.{name}": weight
+            for path, module in self.named_modules()
+            if isinstance(module, Linear)
+            for name, weight in module.fp8_weights().items()
+        }
+
     def shards(self) -> Shards:
         """Places that hold only a part of the checkpoint's tensor, by the names of `places`: (dim, part of it)."""
-        out: Shards = {}
-        for path, module in self.named_modules():
-            if isinstance(module, (Linear, Embedding)):
-                parent = path.rpartition(".")[0] if isinstance(module, MergedLinear) else path
-                out.update({f"{parent}.{name}": shard for name, shard in module.shards().items()})
-        return out
+        return {
+            f"{_place_path(path, module)}.{name}": shard
+            for path, module in self.named_modules()
+            if isinstance(module, (Linear, Embedding))
+            for name, shard in module.shards().items()
+        }
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of everything but the experts: (in the decoder's memory, of an embedding that was left to the host)."""
+        total = sum(parameter.nbytes for parameter in self.parameters())
+        host = self.embedding.weight.nbytes if self.storage.embedding_on_host else 0
+        return total - host, host
+
+
+def _place_path(path: str, module: nn.Module) -> str:
+    """What the places of a module are called: a merged weight's parts stand for themselves."""
+    return path.rpartition(".")[0] if isinstance(module, MergedLinear) else path

@@ -29,7 +29,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from minisgl.layers.norm import RMSNorm
+from minisgl.layers.fp8 import Fp8Weight, row_chunks
 from minisgl.models.checkpoints.base import Pieces, Stored
 from minisgl.models.checkpoints.converted import load_records
 from minisgl.models.checkpoints.direct import Span, read_spans
@@ -156,14 +156,23 @@ def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
 def fill_dummy_weights(decoder: Decoder, seed: int = 0, std: float = 0.02) -> None:
     """Random weights on the decoder's device, for measuring without a checkpoint: norms 1, biases 0, all else normal."""
     generator = torch.Generator(decoder.device).manual_seed(seed)
-    for module in decoder.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(0.0, std, generator=generator)
+    places: dict[str, torch.Tensor | Fp8Weight] = {**decoder.places(), **decoder.fp8_weights()}
+    for name, place in places.items():
+        if isinstance(place, Fp8Weight):
+            for start, stop in row_chunks(place.codes_NK):
+                shape = (stop - start, place.codes_NK.shape[1])
+                drawn_NK = torch.randn(shape, generator=generator, device=decoder.device)
+                place.rows(start, stop).quantize(drawn_NK.mul_(std))
+        elif "norm." in name:
+            place.fill_(1.0)
+        elif name.endswith("bias"):
+            place.zero_()
+        elif place.device == decoder.device:
+            place.normal_(0.0, std, generator=generator)
+        else:
+            for start, stop in row_chunks(place):
+                shape = (stop - start, place.shape[1])
+                place[start:stop] = torch.randn(shape, generator=generator, device=decoder.device) * std
     for layer, moe in decoder.moe_layers().items():
         moe.store.fill_random(seed + 1 + layer, std)
 
@@ -179,11 +188,15 @@ def match_weights(checkpoint: Checkpoint, decoder: Decoder) -> Work:
     folder, names = checkpoint.folder, NameMap(decoder.spec)
     places, shards = decoder.places(), decoder.shards()
     layers = decoder.moe_layers()
+    tied = (
+        decoder.spec.tie_embeddings and "lm_head.weight" in places
+    )  # a copy of the embedding, stored in another way
     work: Work = []
     unknown, seen = [], set()
     for weight in checkpoint.weights:
         target = names.target(weight.name)
-        if target is None or (target.place is not None and target.place not in places):
+        surplus = tied and weight.name == "lm_head.weight"
+        if target is None or surplus or (target.place is not None and target.place not in places):
             if not names.is_harmless(weight.name):
                 unknown.append(weight.name)
             continue
@@ -201,6 +214,9 @@ def match_weights(checkpoint: Checkpoint, decoder: Decoder) -> Work:
                 )
             seen.add(target.place)
             work.append((weight, target))
+            if tied and target.place == "embedding.weight":
+                seen.add("lm_head.weight")
+                work.append((weight, Target("lm_head.weight")))
         else:
             work += _of_this_rank(weight, target, layers[target.layer].shard)
     if absent := [f"{names.checkpoint_name(p)} {list(places[p].shape)}" for p in places if p not in seen]:
@@ -236,6 +252,7 @@ class Placer:
 
     def __init__(self, decoder: Decoder) -> None:
         self._places, self._shards, self._layers = decoder.places(), decoder.shards(), decoder.moe_layers()
+        self._fp8 = decoder.fp8_weights()
         self.changes = Changes()
 
     def split(self, work: Work) -> tuple[list[Span], Work]:
@@ -270,7 +287,8 @@ class Placer:
         """What was read, where it belongs."""
         with naming(weight):
             if target.place is not None:
-                put_dense(self._places[target.place], self._shards.get(target.place), weight, pieces)
+                place = self._fp8.get(target.place, self._places[target.place])
+                put_dense(place, self._shards.get(target.place), weight, pieces)
             else:
                 assert target.expert is not None
                 layer, where = self._layers[target.layer], (target.part, target.expert)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from minisgl.layers.fp8 import Fp8Storage
+from minisgl.models.dense import DenseStorage
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import ExpertShape
 from minisgl.moe.formats import get_format
@@ -144,9 +146,29 @@ class ModelSizes:
         """Weights one token meets, the whole embedding counted."""
         return self.dense_params + self.params_per_expert * self.top_k * self.num_sparse
 
-    def dense_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the dense weights: params x itemsize, and four bytes for the few that stay float32."""
-        return self.dense_params * dtype.itemsize + self.wide_params * (4 - dtype.itemsize)
+    def dense_bytes(self, dtype: torch.dtype, storage: DenseStorage | None = None) -> int:
+        """Bytes of the dense weights in the engine's memory: params x itemsize, and four bytes for the few that stay float32.
+
+        storage: what of them is fp8 (counted for grouped attention), and whether the embedding is elsewhere
+        (`embedding_bytes`).
+        """
+        storage = storage or DenseStorage()
+        plain = self.dense_params * dtype.itemsize + self.wide_params * (4 - dtype.itemsize)
+        if storage.embedding_on_host:
+            plain -= self.embedding_bytes(dtype)
+        if storage.fp8 is None:
+            return plain
+        q, kv, dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.model_dim
+        per_layer = fp8_bytes(storage.fp8, q + 2 * kv, dim) + fp8_bytes(storage.fp8, dim, q)
+        replaced = self.num_layers * dim * 2 * (q + kv) + self.params["head"]
+        head = 0
+        if not storage.shares_head(self.tied):
+            head = fp8_bytes(storage.fp8, self.params["embedding"] // dim, dim)
+        return plain - replaced * dtype.itemsize + self.num_layers * per_layer + head
+
+    def embedding_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the embedding, which is never quantized."""
+        return self.params["embedding"] * dtype.itemsize
 
     def record_bytes(self, weight_format: str, dtype: torch.dtype, group_size: int = 128) -> int:
         """Bytes of one stored expert, scales, biases and padding included; 0 for a dense model.
@@ -160,6 +182,11 @@ class ModelSizes:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes one token takes in the KV pool, which keeps every position of every layer."""
         return sum(self.kv_elements_L) * dtype.itemsize
+
+
+def fp8_bytes(storage: Fp8Storage, num_rows: int, num_cols: int) -> int:
+    """Bytes of one fp8 weight: a code each, and float32 scales."""
+    return num_rows * (num_cols + 4 * storage.num_groups(num_cols))
 
 
 PARTS = ("embedding", "head", "attention", "norms", "router", "shared experts", "dense MLPs")

@@ -99,8 +99,9 @@ def kv_read_bytes(sizes: ModelSizes, setup: Setup, context: int) -> int:
 
 def dense_read_bytes(sizes: ModelSizes, setup: Setup) -> int:
     """Bytes of dense weights one step reads: all, less an embedding of which only single rows are looked up."""
-    looked_up = 0 if sizes.tied else sizes.params["embedding"] * setup.dtype.itemsize
-    return sizes.dense_bytes(setup.dtype) - looked_up
+    on_device = not (sizes.tied or setup.storage.embedding_on_host)
+    looked_up = sizes.params["embedding"] * setup.dtype.itemsize if on_device else 0
+    return sizes.dense_bytes(setup.dtype, setup.storage) - looked_up
 
 
 def cpu_dequantize_bytes(sizes: ModelSizes, setup: Setup) -> int:

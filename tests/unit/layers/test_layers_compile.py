@@ -14,6 +14,8 @@ from minisgl.core import SamplingParams
 from minisgl.engine import sampler
 from minisgl.engine.step import SampleSpec
 from minisgl.layers import launch
+from minisgl.layers.embedding import gather_rows
+from minisgl.layers.fp8 import Fp8Storage, Fp8Weight, few_rows_linear, quantize_rows
 from tests.unit.attention.test_attention_compile import LIMITS, NamedTarget, spilled_bytes
 
 DTYPE = torch.bfloat16
@@ -85,3 +87,16 @@ def test_sampler(compiled, tmp_path):
     sampler.race(torch.zeros(2, 151_936), [spec, spec])
     sampler.race(torch.zeros(2, 151_936), [])
     check(compiled, tmp_path, ["scan_kernel", "choose_kernel"] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [0, 128], ids=["rows", "groups"])
+def test_fp8_products_and_rows_on_the_host(compiled, tmp_path, group):
+    storage = Fp8Storage(group)
+    for out_dim, in_dim in ((5120, 2048), (2048, 4096), (151_936, 2048)):
+        codes = torch.zeros(out_dim, in_dim, dtype=torch.float8_e4m3fn)
+        weight = Fp8Weight(codes, torch.zeros(out_dim, storage.num_groups(in_dim)), group or in_dim)
+        few_rows_linear(rows(4, in_dim), weight, None)
+    quantize_rows(rows(40, 4096))
+    gather_rows(rows(16, 2048), torch.zeros(3, dtype=torch.int64))
+    check(compiled, tmp_path, ["fp8_linear_kernel"] * 3 + ["quantize_rows_kernel", "gather_rows_kernel"])

@@ -1,7 +1,7 @@
 """The engine's own checkpoint: dense weights as they are, and the records of all experts as memory holds them.
 
     config.json, tokenizer …       as in the source; quantization_config says "minisgl" and the format
-    dense.safetensors              every weight that is no expert
+    dense.safetensors              every weight that is no expert; fp8 as it came, as "dense" in quantization_config says
     experts-00007.safetensors      one uint8 tensor [E, nbytes]: the experts of layer 7, from a page boundary on
     minisgl.json                   the manifest: version, source, format, and size and sha256 of every file
 
@@ -31,6 +31,7 @@ from minisgl.moe.store.records import ExpertRecords
 from minisgl.moe.store.shard import ExpertShard
 
 MANIFEST, DENSE, METHOD = "minisgl.json", "dense.safetensors", "minisgl"
+DENSE_KEY = "dense"  # of quantization_config: what the source's own says, for fp8 weights that are no experts
 KIND, VERSION = "minisgl checkpoint", 1
 
 

@@ -66,9 +66,19 @@ class Fp8Encoding(Encoding):
         codes, scale = pieces["codes"].float(), self._scale(pieces)
         if self.block is None:
             return codes * scale
-        rows, cols = self.block
-        by_row = scale.repeat_interleave(rows, dim=-2)[..., : codes.shape[-2], :]
+        _, by_row, cols = self.grouped(pieces)
         return codes * by_row.repeat_interleave(cols, dim=-1)[..., : codes.shape[-1]]
+
+    def grouped(self, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(codes, scale float32 [..., N, G], columns that share a scale or 0 for a whole row): every bit kept.
+
+        Rows of a block repeat its scale, so that rows can be taken apart.
+        """
+        codes, scale = pieces["codes"], self._scale(pieces)
+        if self.block is None:
+            return codes, scale.expand(*codes.shape[:-1], 1), 0
+        rows, cols = self.block
+        return codes, scale.repeat_interleave(rows, dim=-2)[..., : codes.shape[-2], :], cols
 
     def expert_choice(self, shape: ExpertShape) -> ExpertChoice:
         return ExpertChoice("fp8" if self.block is None else "fp8_block")

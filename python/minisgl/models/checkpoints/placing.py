@@ -1,7 +1,8 @@
 """From a stored weight to where it finally lives: the part of it that this rank holds, in the bits it came with if possible.
 
-`read` runs in any thread, `put` in one. Experts whose encoding is none of our formats are dequantized and quantized anew;
-`Changes` keeps count, and measures on one expert of every layer what that costs.
+`read` runs in any thread, `put` in one. A dense weight that is to be fp8 keeps the codes and scales of an fp8 file. Experts
+whose encoding is none of our formats are dequantized and quantized anew; `Changes` keeps count, and measures on one expert of
+every layer what that costs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from minisgl.layers.fp8 import Fp8Weight
 from minisgl.models.checkpoints.base import Encoding, Pieces, Stored
 from minisgl.models.checkpoints.files import TensorView, read_tensor
+from minisgl.models.checkpoints.fp8_block import Fp8Encoding
 from minisgl.models.slices import read_expert, read_part
 from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.formats.native import NativeFormat
@@ -65,19 +68,58 @@ def read_dense(weight: Stored, part: tuple[int, Shard] | None) -> Pieces:
     return {role: read_tensor(header) for role, header in weight.pieces.items()}
 
 
-def put_dense(place: torch.Tensor, part: tuple[int, Shard] | None, weight: Stored, pieces: Pieces) -> None:
-    """Write what `read_dense` gave, dequantized if it was encoded, into its place."""
+def put_dense(
+    place: torch.Tensor | Fp8Weight, part: tuple[int, Shard] | None, weight: Stored, pieces: Pieces
+) -> None:
+    """Write what `read_dense` gave into its place: dequantized if it was encoded, or as fp8 where the place holds codes."""
+    device = place.codes_NK.device if isinstance(place, Fp8Weight) else place.device
     if weight.encoding is not None:
-        pieces = {role: piece.to(place.device) for role, piece in pieces.items()}
-        tensor = weight.encoding.dequantize(pieces)
-    else:
-        tensor = pieces["weight"]
+        pieces = {role: piece.to(device) for role, piece in pieces.items()}
+    if isinstance(place, Fp8Weight):
+        _put_fp8(place, part, weight, pieces)
+        return
+    tensor = _dense_values(part, weight, pieces)
+    if part is not None:
+        place = place.narrow(part[0], 0, part[1].length)
+    place.copy_(tensor)
+
+
+def _dense_values(part: tuple[int, Shard] | None, weight: Stored, pieces: Pieces) -> torch.Tensor:
+    """This rank's part of what the pieces mean; a plain weight's was cut when it was read."""
+    if weight.encoding is None:
+        return pieces["weight"]
+    tensor = weight.encoding.dequantize(pieces)
+    return tensor if part is None else tensor.narrow(part[0], part[1].start, part[1].length)
+
+
+def _put_fp8(place: Fp8Weight, part: tuple[int, Shard] | None, weight: Stored, pieces: Pieces) -> None:
+    """The file's own codes and scales if it is fp8, else the weight quantized. ValueError where a rank's columns start inside
+    of a group that shares a scale.
+    """
+    if part is not None and part[0] == 0:
+        place = place.rows(0, part[1].length)
+    if not isinstance(weight.encoding, Fp8Encoding):
+        place.quantize(_dense_values(part, weight, pieces))
+        return
+    codes_NK, scale_NG, group = weight.encoding.grouped(pieces)
+    if group and group != place.group:
+        raise ValueError(
+            f"its scales are of {group} columns each, where the model's attention has others: leave out --quantize-dense"
+        )
     if part is not None:
         dim, shard = part
-        place = place.narrow(dim, 0, shard.length)
-        if weight.encoding is not None:
-            tensor = tensor.narrow(dim, shard.start, shard.length)
-    place.copy_(tensor)
+        codes_NK = codes_NK.narrow(dim, shard.start, shard.length)
+        if dim == 0:
+            scale_NG = scale_NG.narrow(0, shard.start, shard.length)
+        elif group:
+            if shard.start % group:
+                raise ValueError(
+                    f"--quantize-dense fp8 with --tp={shard.count}: a rank's part of its columns ends inside of {group} that "
+                    "share a scale; use another --tp, or leave out --quantize-dense"
+                )
+            scale_NG = scale_NG.narrow(1, shard.start // group, place.scale_NG.shape[1])
+    place.codes_NK.copy_(codes_NK)
+    place.scale_NG.copy_(scale_NG.expand(place.scale_NG.shape))
 
 
 def read_expert_weight(weight: Stored, part: str, shard: ExpertShard) -> Pieces:

@@ -12,7 +12,7 @@ from typing import Any
 from minisgl.models.checkpoints.awq import AwqEncoding
 from minisgl.models.checkpoints.base import Encoding, ExpertChoice, Stored, collect
 from minisgl.models.checkpoints.compressed_tensors import read_groups
-from minisgl.models.checkpoints.converted import DENSE, MANIFEST, METHOD, Manifest, read_manifest
+from minisgl.models.checkpoints.converted import DENSE, DENSE_KEY, MANIFEST, METHOD, Manifest, read_manifest
 from minisgl.models.checkpoints.files import file_headers, read_headers
 from minisgl.models.checkpoints.fp8_block import Fp8Encoding
 from minisgl.models.checkpoints.gguf import gguf_files, read_gguf
@@ -34,12 +34,19 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read every header of `folder`. ValueError for a damaged folder, or an encoding that isn't served."""
-    if (manifest := read_manifest(folder)) is not None:
-        return Checkpoint(folder, tuple(collect(file_headers(folder / DENSE), ())), manifest)
-    if is_gguf(folder):
+    manifest = read_manifest(folder)
+    if manifest is None and is_gguf(folder):
         return Checkpoint(folder, tuple(read_gguf(folder)))
-    encodings = find_encodings(read_quantization(folder))
-    return Checkpoint(folder, tuple(collect(read_headers(folder), encodings)))
+    headers = read_headers(folder) if manifest is None else file_headers(folder / DENSE)
+    return Checkpoint(folder, tuple(collect(headers, dense_encodings(folder))), manifest)
+
+
+def dense_encodings(folder: Path) -> tuple[Encoding, ...]:
+    """What config.json says of all weights, or, of a converted model, of those that are no experts."""
+    stored = read_quantization(folder)
+    if stored is not None and stored.get("quant_method") == METHOD and (folder / MANIFEST).is_file():
+        stored = stored.get(DENSE_KEY)
+    return find_encodings(stored)
 
 
 def is_gguf(folder: Path) -> bool:

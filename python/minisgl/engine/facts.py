@@ -1,0 +1,30 @@
+"""What machine and model are: the facts that `resolve.resolve` decides by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from minisgl.layers.fp8 import FP8_CAPABILITY
+from minisgl.models.checkpoints import stored_experts
+from minisgl.models.dense import stored_group
+from minisgl.models.experts import expert_shape
+from minisgl.models.spec import ModelSpec
+from minisgl.resolve import Facts
+
+
+def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
+    """What this machine and this model are, for `resolve.resolve`."""
+    has_cuda = torch.cuda.is_available()
+    experts = stored_experts(folder, expert_shape(spec)) if spec.moe is not None else None
+    return Facts(
+        has_cuda=has_cuda,
+        has_bf16=has_cuda and torch.cuda.get_device_capability()[0] >= 8,
+        checkpoint_dtype=str(spec.dtype).removeprefix("torch."),
+        context_length=spec.context_length,
+        expert_format="none" if experts is None else experts.name,
+        expert_group_size=128 if experts is None else experts.group_size,
+        dense_group=stored_group(folder),
+        has_fp8=has_cuda and torch.cuda.get_device_capability() >= FP8_CAPABILITY,
+    )
