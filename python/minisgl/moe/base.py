@@ -14,7 +14,7 @@ number or -1 ("not here": another rank's expert, a padding row, a route of anoth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -147,12 +147,26 @@ class Slab:
         return Slab(format, shape, RecordLayout((), 0), empty, dict(parts))
 
 
+def _complete() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Placement:
-    """One wave: for each route the slot of `slab` that holds its expert, or -1. Valid until the next is asked for."""
+    """One wave: for each route the slot of `slab` that holds its expert, or -1. Valid until the next is asked for.
+
+    before_down: must be called before anything that reads the parts of down is launched, since they may arrive after those of
+    gate_up do.
+    """
 
     slab: Slab
     slots_TK: torch.Tensor
+    before_down: Callable[[], None] = _complete
+
+    @property
+    def in_two_parts(self) -> bool:
+        """Whether the parts of down may arrive later than those of gate_up."""
+        return self.before_down is not _complete
 
 
 @dataclass(frozen=True)

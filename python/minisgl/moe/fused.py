@@ -164,7 +164,7 @@ class FusedStep:
         assert slots_TK.numel() == self.num_routes
         assert slots_TK.dtype == torch.int32, "slots must be int32"
         if self.num_routes:
-            contiguous = Placement(placement.slab, slots_TK.contiguous())
+            contiguous = replace(placement, slots_TK=slots_TK.contiguous())
             if self.num_waves == 0:
                 self.backend.tune_if_wanted(self.problem, self.x_TD, self.routing, contiguous)
             run = self._run_direct if self.choice.kernel == "direct" else self._run_grouped
@@ -176,6 +176,7 @@ class FusedStep:
         launch_direct.direct_gate_up(
             self.x_TD, placement, problem, choice.gate_up, self.num_waves == 0, buffers
         )
+        placement.before_down()
         if choice.down.wide:
             launch_direct.wide_down(self.rows_RD, placement, problem, choice.down, buffers)
             return
@@ -187,12 +188,16 @@ class FusedStep:
         problem, choice, buffers, slab = self.problem, self.choice, self.buffers, placement.slab
         block_m, first_wave = choice.block_m, self.num_waves == 0
         buffers.check_room(self.num_routes, problem.num_slots, block_m)
-        launch.align(self.x_TD, placement.slots_TK, slab.num_slots, problem, block_m, first_wave, buffers)
+        units = launch.sum_units(problem, choice)
+        launch.align(
+            self.x_TD, placement.slots_TK, slab.num_slots, problem, block_m, first_wave, buffers, units
+        )
         interpreted = launch.interpreted_fp8(problem, self.x_TD)
         if interpreted and first_wave:
             codes = buffers.x_ready(self.x_TD, problem.format)
             _quantize_interpreted(self.x_TD, codes, buffers.x_scale_T)
         launch.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
+        placement.before_down()
         if interpreted:
             _quantize_interpreted(buffers.activated_PF, buffers.activated_codes_PF, buffers.activated_scale_P)
         elif problem.format in FP8_FORMATS and not launch.codes_in_down(problem, block_m, self.x_TD):

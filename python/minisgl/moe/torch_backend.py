@@ -50,6 +50,7 @@ class TorchStep:
         self.rows_RD = torch.zeros((num_routes, x_TD.shape[1]), dtype=torch.float32, device=x_TD.device)
 
     def run(self, placement: Placement) -> None:
+        placement.before_down()  # both GEMMs of an expert come one after the other
         slots_R = placement.slots_TK.reshape(-1)
         top_k = placement.slots_TK.shape[1]
         for slot in slots_R.unique().tolist():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,12 @@ class LateChannel(CopyChannel):
 class LateFork(Forked):
     """Every fetch starts a millisecond late."""
 
-    def begin(self, fetch: Callable[[], None]) -> None:
-        def late() -> None:
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
+        def late(fetch: Callable[[], None]) -> None:
             torch.cuda._sleep(DELAY)
             fetch()
 
-        super().begin(late)
+        super().begin([partial(late, fetch) for fetch in fetches])
 
 
 @pytest.fixture

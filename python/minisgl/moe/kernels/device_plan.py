@@ -71,23 +71,31 @@ class DevicePlan:
         )
         return hit_slots_TK, miss_slots_TK
 
-    def fetch(self, records_EB: torch.Tensor, slab_SB: torch.Tensor) -> None:
-        """Copy what the latest `place` listed into its slots.
+    def fetch(
+        self, records_EB: torch.Tensor, slab_SB: torch.Tensor, begin: int = 0, end: int | None = None
+    ) -> None:
+        """Copy what the latest `place` listed into its slots, or only bytes begin .. end - 1 of each record.
 
-        records_EB: uint8 [E, nbytes], pinned where the slab is on a CUDA device.
+        records_EB: uint8 [E, nbytes], pinned where the slab is on a CUDA device. begin, end: multiples of 8.
         """
-        self._fetch(records_EB, slab_SB, None, FETCH_PROGRAMS)
+        part = (begin, slab_SB.shape[1] if end is None else end)
+        self._fetch(records_EB, slab_SB, part, None, FETCH_PROGRAMS)
 
     def fetch_some(self, records_XB: torch.Tensor, place_of_E: torch.Tensor, slab_SB: torch.Tensor) -> None:
         """Of what the latest `place` listed, copy what records_XB holds: expert e at place_of_E[e], int32 [E], unless -1."""
-        self._fetch(records_XB, slab_SB, place_of_E, COPY_PROGRAMS)
+        self._fetch(records_XB, slab_SB, (0, slab_SB.shape[1]), place_of_E, COPY_PROGRAMS)
 
     def _fetch(
-        self, records_EB: torch.Tensor, slab_SB: torch.Tensor, place_of_E: torch.Tensor | None, programs: int
+        self,
+        records_EB: torch.Tensor,
+        slab_SB: torch.Tensor,
+        part: tuple[int, int],
+        place_of_E: torch.Tensor | None,
+        programs: int,
     ) -> None:
-        num_words = slab_SB.shape[1] // 8
-        block = min(FETCH_WORDS, next_power_of_two(num_words))
-        most = self.num_slots * -(-num_words // block)
+        begin, end = part[0] // 8, part[1] // 8
+        block = min(FETCH_WORDS, next_power_of_two(end - begin))
+        most = self.num_slots * -(-(end - begin) // block)
         fetch_kernel[(min(programs, most),)](
             records_EB.view(torch.int64),
             self.slot_of_E if place_of_E is None else place_of_E,
@@ -95,7 +103,9 @@ class DevicePlan:
             self.fetch_experts_S,
             self.fetch_slots_S,
             self.num_fetch,
-            WORDS=num_words,
+            WORDS=slab_SB.shape[1] // 8,
+            BEGIN=begin,
+            END=end,
             SOME=place_of_E is not None,
             BLOCK=block,
             num_warps=8,

@@ -21,20 +21,22 @@ def fetch_kernel(
     fetch_slots_S,
     num_fetch,
     WORDS: tl.constexpr,  # of a record, a multiple of 32
+    BEGIN: tl.constexpr,  # the words to copy: BEGIN .. END - 1
+    END: tl.constexpr,
     SOME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    CHUNKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    CHUNKS: tl.constexpr = (END - BEGIN + BLOCK - 1) // BLOCK
     total = tl.load(num_fetch) * CHUNKS
     for chunk in range(tl.program_id(0), total, tl.num_programs(0)):
         turn = chunk // CHUNKS
-        word = chunk % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+        word = BEGIN + chunk % CHUNKS * BLOCK + tl.arange(0, BLOCK)
         expert = tl.load(fetch_experts_S + turn).to(tl.int64)
         slot = tl.load(fetch_slots_S + turn).to(tl.int64)
-        end = WORDS
+        end = END
         if SOME:
             expert = tl.load(place_of_E + expert).to(tl.int64)
-            end = tl.where(expert >= 0, WORDS, 0)
+            end = tl.where(expert >= 0, END, 0)
         inside = word < end
         value = tl.load(records_EW + expert * WORDS + word, mask=inside, other=0)
         tl.store(slab_SW + slot * WORDS + word, value, mask=inside)

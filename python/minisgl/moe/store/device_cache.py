@@ -1,8 +1,8 @@
 """DeviceStore: experts in pinned host memory, S slots a layer on the device, planned and filled by the device itself.
 
     decode    place (one small kernel)    routed experts -> slots, list of the missing ones
-              fetch, on a second stream   host memory -> slots, while
-              compute                     the routes whose experts were there run; the others follow when the fetch is over
+              fetch, on a second stream   host memory -> slots, first what gate_up needs, then what down needs, while
+              compute                     the routes whose experts were there run; the others follow, gate_up while down travels
     prompt    experts that are in a slot at once; the others stream through transient slots, the next layer's behind them
 
 A decode step never waits for the host, so a CUDA graph holds it, with as many waves as its tokens could need. A prompt
@@ -12,7 +12,7 @@ tokens used: those experts are copied from the transient slots, because decoding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -20,7 +20,8 @@ import torch
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.kernels.device_plan import DevicePlan
-from minisgl.moe.store.base import CacheCounters, StoreBytes
+from minisgl.moe.store.base import CacheCounters, CacheView, StoreBytes
+from minisgl.moe.store.copies import recorded
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, graph_holds
 from minisgl.moe.store.records import ExpertRecords
@@ -32,24 +33,25 @@ STREAM_AHEAD = 0.9  # the next layer's experts follow if this layer needed so mu
 
 
 class Overlap(Protocol):
-    """How a fetch and the computation of hits share the device."""
+    """How fetches and the computation of hits share the device."""
 
-    def begin(self, fetch: Callable[[], None]) -> None:
-        """Launch the fetch, after everything launched so far."""
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
+        """Launch the fetches one after the other, and after everything launched so far."""
         ...
 
-    def join(self) -> None:
-        """What is launched from now on comes after the fetch."""
+    def join(self, count: int) -> None:
+        """What is launched from now on comes after the first `count` fetches."""
         ...
 
 
 class Serial:
-    """One stream: the fetch, then the hits. For a CPU, and for comparison."""
+    """One stream: the fetches, then the hits. For a CPU, and for comparison."""
 
-    def begin(self, fetch: Callable[[], None]) -> None:
-        fetch()
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
+        for fetch in fetches:
+            fetch()
 
-    def join(self) -> None:
+    def join(self, count: int) -> None:
         pass
 
 
@@ -58,14 +60,18 @@ class Forked:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._done: list[torch.cuda.Event] = []
 
-    def begin(self, fetch: Callable[[], None]) -> None:
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._done = []
         with torch.cuda.stream(self._stream):
-            fetch()
+            for fetch in fetches:
+                fetch()
+                self._done.append(recorded(self._stream))
 
-    def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def join(self, count: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done[count - 1])
 
 
 class DeviceStore(ExpertRecords):
@@ -99,6 +105,8 @@ class DeviceStore(ExpertRecords):
         self.following: DeviceStore | None = None  # the next layer's store, for streaming ahead
         self.num_streamed = 0
         self._host, self._top_k, self._overlap = host, top_k, overlap or Serial()
+        self._first_of_down = min(part.offset for part in self.layout.parts if part.name.startswith("down"))
+        self._fetches = (self._fetch_gate_up, self._fetch_down)
         self._transient = transient(self.slab)
         self._in_prompts = CacheCounters()
 
@@ -124,6 +132,9 @@ class DeviceStore(ExpertRecords):
         num_bytes = (misses + self.num_streamed) * self.layout.nbytes
         return CacheCounters(hits, misses, evictions, num_bytes) + self._in_prompts
 
+    def view(self) -> CacheView:
+        return CacheView(self.plan.uses_E, self.plan.slot_of_E != EMPTY)
+
     def _is_planned(self, num_tokens: int, top_k: int) -> bool:
         return graph_holds(num_tokens, top_k, self.num_experts, self.num_slots)
 
@@ -131,13 +142,23 @@ class DeviceStore(ExpertRecords):
         """Always the same launches for so many tokens, and no wait for the device."""
         for wave in range(self.plan.num_waves(*ids_TK.shape)):
             hit_slots_TK, miss_slots_TK = self.plan.place(ids_TK, first=wave == 0)
-            self._overlap.begin(lambda: self.plan.fetch(self.records_EB, self.slab.records_SB))
+            self._overlap.begin(self._fetches)
             try:
                 if wave == 0:
                     yield Placement(self.slab, hit_slots_TK)
+                self._overlap.join(1)
+                yield Placement(self.slab, miss_slots_TK, before_down=self._join_all)
             finally:
-                self._overlap.join()
-            yield Placement(self.slab, miss_slots_TK)
+                self._join_all()
+
+    def _join_all(self) -> None:
+        self._overlap.join(len(self._fetches))
+
+    def _fetch_gate_up(self) -> None:
+        self.plan.fetch(self.records_EB, self.slab.records_SB, end=self._first_of_down)
+
+    def _fetch_down(self) -> None:
+        self.plan.fetch(self.records_EB, self.slab.records_SB, begin=self._first_of_down)
 
     def _streaming(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """A prompt; waits for its routing."""
