@@ -67,6 +67,7 @@ def test_tokens_equal_hugging_face(oracle: Oracle, options: dict[str, Any]) -> N
     with load(oracle.folder, **options) as llm:
         pids = child_pids(llm)
         assert len(pids) == llm.config.parallel.tensor_parallel_size - 1
+        assert llm.engine.ranks.num_neighbours == 2, "they share this machine's memory"
         for _ in range(2):  # cold, then with cached prefixes
             assert [o.token_ids for o in llm.generate(oracle.prompts, GREEDY)] == oracle.expected
         if "page_size" in options:
@@ -77,23 +78,28 @@ def test_tokens_equal_hugging_face(oracle: Oracle, options: dict[str, Any]) -> N
 def test_sampling_penalties_and_logprobs_are_those_of_one_rank(oracle: Oracle) -> None:
     """Only rank 0 knows how to sample; the others learn the tokens. Quantized experts are cut before they are quantized."""
     params = SamplingParams(
-        temperature=0.8, seed=3, max_tokens=20, presence_penalty=2.0, logprobs=2, ignore_eos=True
+        temperature=0.8,
+        seed=3,
+        max_tokens=20,
+        presence_penalty=2.0,
+        logprobs=2,
+        prompt_logprobs=1,
+        ignore_eos=True,
     )
     options = {"moe_expert_quantization": "int8"}
     with load(oracle.folder, tensor_parallel_size=1, **options) as llm:
         expected = llm.generate(oracle.prompts, params)
     with load(oracle.folder, **EP, **options) as llm:
         outputs = llm.generate(oracle.prompts, params)
-        with pytest.raises(ValueError, match="--tp 1"):
+        with pytest.raises(ValueError, match="--tp 1, or ask for prompt_logprobs"):
             token_logprobs(llm.engine, oracle.prompts[2])
         with pytest.raises(ValueError, match="close the other LLM first"):
             load(oracle.folder)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     for one, other in zip(outputs, expected):
-        assert one.logprobs is not None and other.logprobs is not None
-        assert [t.logprob for t in one.logprobs] == pytest.approx(
-            [t.logprob for t in other.logprobs], abs=1e-4
-        )
+        for a, b in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+            assert a is not None and b is not None
+            assert [t.logprob for t in a] == pytest.approx([t.logprob for t in b], abs=1e-4)
 
 
 @pytest.mark.parametrize(

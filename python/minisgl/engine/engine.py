@@ -45,7 +45,7 @@ from minisgl.models.loader import fill_dummy_weights, load_weights
 from minisgl.models.sizes import ModelSizes, model_sizes, shard_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store.base import CacheCounters, StoreBytes
-from minisgl.moe.store.pinned import CudaPinning, gather_host_facts
+from minisgl.moe.store.pinned import CudaPinning, HostFacts, gather_host_facts
 from minisgl.moe.trace import RoutingTrace
 from minisgl.resolve import resolve
 
@@ -108,6 +108,7 @@ class Engine:
         self.vocab_size = self.spec.vocab_size
         self._sharing = share_experts(self.spec, self.config.parallel, self.group, self.device)
         self._sizes = self._share_of_sizes()
+        self._host = self._share_of_host()
         if self.config.offload.moe_expert_offload:
             self._size_cache()
         self._check_memory()
@@ -143,6 +144,13 @@ class Engine:
         held = len(self._sharing.shard.experts) if self._sharing is not None else 0
         return replace(sizes, num_experts=held)
 
+    def _share_of_host(self) -> HostFacts:
+        """What this rank may take of its machine's memory. Asked together, before any rank takes some, and the least anywhere
+        counts, so that all decide alike."""
+        facts = gather_host_facts().share(self.ranks.num_neighbours)
+        with self.ranks.guard():
+            return replace(facts, available=self.group.smallest(facts.available))
+
     def _size_cache(self) -> None:
         """The number of experts a layer keeps on the device becomes part of the configuration."""
         budget = cuda_budget(self.device, self.config.cache) if self.device.type == "cuda" else None
@@ -156,7 +164,7 @@ class Engine:
             kernel.moe_expert_quantization, self.dtype, kernel.moe_quantization_group_size
         )
         pinning = CudaPinning() if self.device.type == "cuda" else None
-        offload = ExpertOffload(self.config.offload, sizes, record, self.device, gather_host_facts(), pinning)
+        offload = ExpertOffload(self.config.offload, sizes, record, self.device, self._host, pinning)
         self.decisions += offload.decisions
         planned = replace(self.config.offload, moe_offload_mode=offload.mode)
         self.config = replace(self.config, offload=planned)
@@ -168,7 +176,7 @@ class Engine:
         if self.device.type == "cuda":
             check_fits(ledger, cuda_budget(self.device, self.config.cache))
         else:
-            check_fits(ledger, available_host_bytes(), where="host")
+            check_fits(ledger, self._host.available, where="host")
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> DoesNotFit:
         """The allocator's refusal in our words: others may have taken memory since it was checked, or fragments remain."""
@@ -246,7 +254,8 @@ class Engine:
             spec.num_layers, self._sizes.num_kv_heads, spec.head_dim, cache.page_size, self.dtype
         )
         if self.device.type == "cpu":
-            return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, available_host_bytes())
+            left = available_host_bytes() // self.ranks.num_neighbours
+            return pages_on_cpu(page_bytes, cache.page_size, self.max_seq_len, left)
         self._run_largest_step()
         graphs = graph_bytes(self._sizes, setup_of(self.config))
         return pages_on_cuda(self.device, cache, page_bytes, reserve_bytes=graphs)
@@ -287,6 +296,7 @@ class Engine:
         sizes = graph_sizes(min(limit, self.config.scheduler.max_running_requests))
         parts = [self.group, *self.decoder.backends.values()]
         sizes = safe_sizes(sizes, self.decoder.moe_layers().values(), parts)
+        sizes = sizes[: self.group.smallest(len(sizes))]  # all replay, or none: padding changes what they send
         if not sizes:
             return None
         return DecodeGraphs(self.decoder, self._caches, self._table, sizes, self.max_seq_len)

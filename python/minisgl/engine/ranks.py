@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -56,6 +57,8 @@ class Ranks:
 
     group: Group = SOLO
     is_follower = False
+    num_neighbours = 1
+    """Ranks on this machine, this one included: they share its memory."""
 
     def __init__(self, config: EngineConfig) -> None:
         """config: resolved; that of rank 0 on all ranks."""
@@ -115,7 +118,10 @@ class ConnectedRanks(Ranks):
             self._on_failure,
         )
         with self.guard():
+            store.set(f"machine/{place.rank}", socket.gethostname())
             self._meet("joined", START_TIMEOUT)
+            machines = [store.get(f"machine/{rank}").decode() for rank in range(place.size)]
+            self.num_neighbours = machines.count(machines[place.rank])
             dist.init_process_group(
                 "gloo", store=store, rank=place.rank, world_size=place.size, timeout=START_TIMEOUT
             )

@@ -23,7 +23,9 @@ def token_logprobs(engine: Engine, token_ids: Sequence[int], chunk: int = 1024) 
     if not 2 <= num_tokens <= engine.max_seq_len:
         raise ValueError(f"{num_tokens} tokens cannot be scored: give 2 to {engine.max_seq_len}")
     if engine.group.size > 1:
-        raise ValueError("scoring runs outside of the scheduler, on one rank: use --tp 1")
+        raise ValueError(
+            "scoring runs outside of the scheduler, on one rank: use --tp 1, or ask for prompt_logprobs"
+        )
     spec, device, page_size = engine.spec, engine.device, engine.config.cache.page_size
     num_pages = -(-num_tokens // page_size)
     heads, dtype = engine.kv_pool.data.shape[-2], engine.dtype

@@ -29,6 +29,16 @@ class CountingPinning:
         del self.pinned[address]
 
 
+def test_ranks_of_one_machine_share_what_may_be_pinned() -> None:
+    whole = HostFacts(total=200 * GIB, available=100 * GIB)
+    assert whole.share(1) == whole
+    share = whole.share(4)
+    assert (share.total, share.available) == (50 * GIB, 25 * GIB)
+    assert pin_budget(20 * GIB, share) == (20 * GIB, "")
+    budget, reason = pin_budget(40 * GIB, share)
+    assert budget == 23 * GIB and "25.0 GiB" in reason
+
+
 def test_nothing_stays_pinned() -> None:
     pinning = CountingPinning()
     memory = HostMemory(pinning, budget=GIB)

@@ -16,7 +16,7 @@ import ctypes
 import mmap
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class HostFacts:
     available: int
     wsl: bool = False
     memlock: int | None = None
+
+    def share(self, num_ranks: int) -> HostFacts:
+        """What each of so many ranks on this machine may count on."""
+        return replace(self, total=self.total // num_ranks, available=self.available // num_ranks)
 
 
 def gather_host_facts() -> HostFacts:
