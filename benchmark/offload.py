@@ -54,7 +54,7 @@ TINY = {
     **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16},
     "num_experts_per_tok": 4,
 }
-WARM_STEPS = 24
+WARM_STEPS = 64  # the caches hold what they would hold in the long run
 
 
 class Bench:
@@ -255,10 +255,18 @@ def routings_of(args: argparse.Namespace, bench: Bench) -> dict[str, np.ndarray]
 def resident_parts(args: argparse.Namespace, bench: Bench, ids_NLTK: np.ndarray) -> dict[str, float]:
     """What a step takes with all experts on the device, and how much of it the MoE layers do."""
     bench.use(bench.resident)
-    return {
+    parts = {
         "experts_ms": bench.experts_ms(ids_NLTK[0]),
         "resident_ms": bench.decode(ids_NLTK, args.context)["ms"],
     }
+    for num_tokens in prompt_lengths(args):
+        bench.prompt(num_tokens)  # kernels compile at their first call
+        parts[f"prompt_{num_tokens}_s"] = bench.prompt(num_tokens)["s"]
+    return parts
+
+
+def prompt_lengths(args: argparse.Namespace) -> list[int]:
+    return [int(n) for n in args.prefill.split(",") if n]
 
 
 def decode_row(
@@ -301,9 +309,10 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
                     return rows
                 rows.append({**case, "routing": kind, **decode_row(args, bench, ids_NLTK, parts, link)})
                 show_decode(rows[-1], console, header=len(rows) == 1)
-            for num_tokens in (int(n) for n in args.prefill.split(",") if n):
+            for num_tokens in prompt_lengths(args):
                 bench.prompt(num_tokens)  # kernels compile at their first call
-                rows.append({**case, **bench.prompt(num_tokens), "link_bytes_per_s": link})
+                resident = {"resident_s": parts.get(f"prompt_{num_tokens}_s")}
+                rows.append({**case, **bench.prompt(num_tokens), **resident, "link_bytes_per_s": link})
                 show_prompt(rows[-1], console)
         bench.llm.close()
         del bench
@@ -314,6 +323,9 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
 def show_prompt(row: dict[str, Any], console: Console) -> None:
     rate = row["bytes"] / row["s"] / 1e9
     line = f"prompt of {row['tokens']}: {row['s']:.3f} s, {row['bytes'] / 1e9:.2f} GB, {rate:.1f} GB/s, "
+    if row["link_bytes_per_s"] and row["resident_s"]:
+        on_link = row["bytes"] / row["link_bytes_per_s"]
+        line += f"link alone {on_link:.3f} s, resident {row['resident_s']:.3f} s, "
     console.print(line + f"{row['kept']:.0%} of the cached experts kept", highlight=False)
 
 

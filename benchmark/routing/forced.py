@@ -13,16 +13,43 @@ from minisgl.moe.store.records import ExpertRecords
 
 
 class ForcedRouting:
-    """Expert ids of every layer for steps of `batch` tokens; other steps are routed by the model."""
+    """Expert ids of every layer: those of `ids_LTK` for steps of `batch` tokens, random ones for all others, which are prompts.
+
+    Prompts need it too: random weights send most tokens to a few experts, which no trained model does.
+    """
 
     def __init__(self, num_layers: int, batch: int, top_k: int, device: torch.device) -> None:
         self.batch = batch
         self.ids_LTK = torch.zeros((num_layers, batch, top_k), dtype=torch.int32, device=device)
-        self.weights_TK = torch.full((batch, top_k), 1 / top_k, device=device)
+        self._weights_TK: dict[int, torch.Tensor] = {}
+        self._prompts_TK: dict[tuple[int, int], torch.Tensor] = {}
+        self._weights(batch)  # not while a graph is captured
+
+    def routing(self, layer: int, num_tokens: int, num_experts: int) -> Routing:
+        """Of a step of so many tokens; nothing is launched but at the first call for a prompt's length."""
+        if num_tokens == self.batch:
+            return Routing(self.ids_LTK[layer], self._weights(num_tokens))
+        return Routing(self._prompt(layer, num_tokens, num_experts), self._weights(num_tokens))
+
+    def _weights(self, num_tokens: int) -> torch.Tensor:
+        if num_tokens not in self._weights_TK:
+            top_k = self.ids_LTK.shape[2]
+            shape = (num_tokens, top_k)
+            self._weights_TK[num_tokens] = torch.full(shape, 1 / top_k, device=self.ids_LTK.device)
+        return self._weights_TK[num_tokens]
+
+    def _prompt(self, layer: int, num_tokens: int, num_experts: int) -> torch.Tensor:
+        key = (layer, num_tokens)
+        if key not in self._prompts_TK:
+            device = self.ids_LTK.device
+            generator = torch.Generator(device).manual_seed(layer * 1_000_003 + num_tokens)
+            drawn = torch.rand((num_tokens, num_experts), generator=generator, device=device)
+            self._prompts_TK[key] = drawn.topk(self.ids_LTK.shape[2]).indices.int()
+        return self._prompts_TK[key]
 
 
 class ForcedBackend:
-    """A backend whose routing is decided elsewhere: the test double of `route`."""
+    """A backend whose routing is decided elsewhere: the test double of `route`. The router still runs, for its time."""
 
     def __init__(self, inner: MoeBackend, forced: ForcedRouting, layer: int) -> None:
         self._inner, self._forced, self._layer = inner, forced, layer
@@ -38,9 +65,8 @@ class ForcedBackend:
         bias_E: torch.Tensor | None = None,
         num_valid: torch.Tensor | None = None,
     ) -> Routing:
-        if logits_TE.shape[0] != self._forced.batch:
-            return self._inner.route(logits_TE, rule, bias_E, num_valid)
-        return Routing(self._forced.ids_LTK[self._layer], self._forced.weights_TK)
+        self._inner.route(logits_TE, rule, bias_E, num_valid)
+        return self._forced.routing(self._layer, *logits_TE.shape)
 
     def begin(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> MoeStep:
         return self._inner.begin(x_TD, routing, problem)
