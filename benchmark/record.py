@@ -100,6 +100,12 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> Spread
     return Spread(times[len(times) // 2], times[len(times) // 10], times[-1 - len(times) // 10])
 
 
+def bf16_peak(size: int = 8192) -> float:
+    """FLOP/s of one large bf16 product: this machine's own ceiling."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (event_ms(lambda: a @ b, repeats=10) / 1e3)
+
+
 def hbm_bandwidth(num_bytes: int = 2**31) -> float:
     """Bytes/s of a device-to-device copy, read and written bytes both counted: this machine's own ceiling."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
