@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from minisgl.config import EngineConfig
 from minisgl.core import Grammar, TokenConstraint
 from minisgl.engine.engine import Engine
-from minisgl.moe.trace import RoutingTrace
 from minisgl.scheduler.build import build_scheduler
 from minisgl.server.engine_process import EngineParts
-from minisgl.server.ipc import EngineFacts, ExpertMap
+from minisgl.server.expert_watch import ExpertWatch
+from minisgl.server.ipc import EngineFacts
 from minisgl.server.structured import GrammarFactory
 from minisgl.text import Tokenizer
-
-_FADE = 0.8  # share of an expert's heat that is left after one beat
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,8 @@ class ModelEngine:
         num_experts = moe.num_experts if moe is not None else 0
         facts = EngineFacts(engine.max_seq_len, engine.vocab_size, engine.spec.num_layers, num_experts)
         parts = EngineParts(scheduler, facts, check=engine.ranks.check, close=engine.close)
-        return parts if engine.trace is None else replace(parts, experts=ExpertHeat(engine.trace))
+        watch = ExpertWatch.of(engine)
+        return parts if watch is None else replace(parts, experts=watch.map, numbers=watch.numbers)
 
 
 class _LazyGrammars:
@@ -55,19 +53,3 @@ class _LazyGrammars:
         if self._factory is None:
             self._factory = GrammarFactory(Tokenizer.load(self._folder), self._vocab_size)
         return self._factory(grammar)
-
-
-class ExpertHeat:
-    """Use of experts, fading with time, from a routing trace that it empties at each look. All experts are resident."""
-
-    def __init__(self, trace: RoutingTrace):
-        self._trace = trace
-        self._heat = np.zeros((len(trace.layers), trace.num_experts))
-
-    def __call__(self) -> ExpertMap:
-        """The map of the moment."""
-        self._heat = _FADE * self._heat + self._trace.counts()
-        self._trace.clear()
-        scaled = self._heat * (255.0 / max(self._heat.max(initial=0.0), 1.0))
-        layers, experts = self._heat.shape
-        return ExpertMap(layers, experts, scaled.astype(np.uint8).tobytes(), b"\1" * self._heat.size)

@@ -67,7 +67,8 @@ class SchedulerLike(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the engine process runs. experts: gives the expert map of the moment, None for models without.
+    """What the engine process runs. experts: gives the expert map of the moment, None for models without. numbers: more of
+    them for every beat, beside the scheduler's.
 
     check: called at every beat; raises if the engine can't go on though no step is running. close: called once at the end.
     """
@@ -75,6 +76,7 @@ class EngineParts:
     scheduler: SchedulerLike
     facts: EngineFacts
     experts: Callable[[], ExpertMap | None] = lambda: None
+    numbers: Callable[[], dict[str, float]] = dict
     check: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
 
@@ -87,7 +89,7 @@ class EngineLoop:
 
     def __init__(self, parts: EngineParts, end: EngineEnd, parent_alive: Callable[[], bool] = lambda: True):
         self._scheduler = parts.scheduler
-        self._experts = parts.experts
+        self._experts, self._numbers = parts.experts, parts.numbers
         self._check = parts.check
         self.facts = parts.facts
         self._end = end
@@ -133,7 +135,7 @@ class EngineLoop:
             return
         self._last_beat = now
         self._check()
-        self._end.send(Beat(numbers_of(self._scheduler.stats()), self._experts()))
+        self._end.send(Beat(numbers_of(self._scheduler.stats()) | self._numbers(), self._experts()))
         self._stopped = self._stopped or not self._parent_alive()
 
 

@@ -43,6 +43,7 @@ _ENGINE_COUNTERS = {
     "steps": ("minisgl:engine_steps", "Engine steps"),
     "expert_hits": ("minisgl:expert_cache_hits", "Routed experts found in GPU memory"),
     "expert_misses": ("minisgl:expert_cache_misses", "Routed experts that had to be fetched"),
+    "expert_evictions": ("minisgl:expert_cache_evictions", "Experts that left GPU memory for another"),
     "link_bytes": ("minisgl:link_bytes", "Bytes of experts copied from host to GPU"),
 }
 _ENGINE_GAUGES = {

@@ -2,8 +2,8 @@
 each. planning.py decides what a cache keeps, pinned.py and copies.py are its host side.
 """
 
-from minisgl.moe.store.base import CacheCounters, ExpertStore, StoreBytes
+from minisgl.moe.store.base import CacheCounters, CacheView, ExpertStore, StoreBytes
 from minisgl.moe.store.resident import ResidentStore
 from minisgl.moe.store.staged import StagedStore
 
-__all__ = ["CacheCounters", "ExpertStore", "ResidentStore", "StagedStore", "StoreBytes"]
+__all__ = ["CacheCounters", "CacheView", "ExpertStore", "ResidentStore", "StagedStore", "StoreBytes"]

@@ -64,6 +64,16 @@ class CacheCounters:
         )
 
 
+@dataclass(frozen=True)
+class CacheView:
+    """A cache of experts at this moment: uses_E int [E], how often steps that the cache planned used each expert so far, and
+    resident_E bool [E], whether it is in a slot. Valid until the next step.
+    """
+
+    uses_E: torch.Tensor
+    resident_E: torch.Tensor
+
+
 class ExpertStore(Protocol):
     """The experts of one layer on this rank."""
 
@@ -127,4 +137,8 @@ class ExpertStore(Protocol):
 
     def counters(self) -> CacheCounters | None:
         """What happened so far, which may wait for the device; None where every expert has its own slot."""
+        ...
+
+    def view(self) -> CacheView | None:
+        """What is where, without waiting; None where every expert has its own slot."""
         ...

@@ -10,7 +10,7 @@ import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.store.base import CacheCounters, StoreBytes
+from minisgl.moe.store.base import CacheCounters, CacheView, StoreBytes
 from minisgl.moe.store.records import ExpertRecords
 
 
@@ -38,4 +38,7 @@ class ResidentStore(ExpertRecords):
         return True
 
     def counters(self) -> CacheCounters | None:
+        return None
+
+    def view(self) -> CacheView | None:
         return None

@@ -19,7 +19,7 @@ import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.store.base import CacheCounters, StoreBytes
+from minisgl.moe.store.base import CacheCounters, CacheView, StoreBytes
 from minisgl.moe.store.copies import Copies
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, SlotTable
@@ -85,6 +85,10 @@ class StagedStore(ExpertRecords):
 
     def counters(self) -> CacheCounters:
         return self._counters
+
+    def view(self) -> CacheView:
+        uses = [self._table.num_uses(expert) for expert in range(self.num_experts)]
+        return CacheView(torch.tensor(uses), torch.tensor(self._table.slot_of_E) != EMPTY)
 
     def _use(self, ids_TK: torch.Tensor) -> tuple[list[int], list[int]]:
         """Stamp this step's experts. (those in a slot, the others), each in the order of the last token that uses it."""
