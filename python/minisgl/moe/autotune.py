@@ -191,7 +191,16 @@ def prepare(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
     if choice.kernel == "grouped":
         buffers = workspace.claim(case.problem)
         slots_TK, num_slots = case.placement.slots_TK, case.placement.slab.num_slots
-        launch.align(case.x_TD, slots_TK, num_slots, case.problem, choice.block_m, True, buffers)
+        launch.align(
+            case.x_TD,
+            slots_TK,
+            num_slots,
+            case.problem,
+            choice.block_m,
+            True,
+            buffers,
+            launch.sum_units(case.problem, choice),
+        )
 
 
 def run_gemm(case: TuningCase, choice: Choice, workspace: Workspace, gemm: str) -> None:

@@ -18,6 +18,7 @@ MIN_BLOCK_M, MAX_BLOCK_M = 16, 128
 DIRECT_MAX_TOKENS = 64  # up to here a direct kernel may be chosen, whose rows are float32
 ALIGN_CHUNK = 256  # routes that one program of the two-launch alignment counts and places
 FP8_FORMATS = ("fp8", "fp8_block")
+SUM_UNIT = 32  # the fewest columns that a sum of a row covers (int4)
 
 
 def next_power_of_two(n: int) -> int:
@@ -36,8 +37,8 @@ def max_blocks(num_routes: int, num_slots: int, block_m: int) -> int:
 
 
 def num_bins(num_slots: int) -> int:
-    """Bins of a histogram of slots: a power of two, with at least one left for routes that are not here."""
-    return max(next_power_of_two(num_slots + 1), 32)
+    """Bins of a histogram of slots: a power of two."""
+    return max(next_power_of_two(num_slots), 32)
 
 
 def num_chunks(num_routes: int) -> int:
@@ -55,10 +56,15 @@ class Buffers:
     activated_PF: torch.Tensor
     rows: torch.Tensor  # bytes: [R, D] in the activations' dtype, or float32 for the direct kernel
     counts_CB: torch.Tensor  # int32: routes of each slot in each chunk, flat
+    rank_R: torch.Tensor  # int32: earlier routes of the same slot in a route's chunk
     x_ready_TD: torch.Tensor  # bytes: rows of x as fp8 codes, or with split columns for int8; else empty
     x_scale_T: torch.Tensor  # fp8 formats only, else empty, as the two below
     activated_codes_PF: torch.Tensor
     activated_scale_P: torch.Tensor
+    x_sums: (
+        torch.Tensor
+    )  # float32, int4 only, flat: sums of each row of x over so many columns, as the launch says
+    activated_sums: torch.Tensor
 
     def rows_RD(self, num_routes: int, model_dim: int, dtype: torch.dtype) -> torch.Tensor:
         return self.rows[: num_routes * model_dim * dtype.itemsize].view(dtype).view(num_routes, model_dim)
@@ -89,6 +95,7 @@ def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
     blocks = max(max_blocks(routes, slots, block_m) for block_m in block_sizes)
     row_bytes = 4 if capacity <= DIRECT_MAX_TOKENS else problem.dtype.itemsize
     fp8 = int(problem.format in FP8_FORMATS)  # without fp8 there are zero rows of codes
+    int4 = int(problem.format == "int4")
     ready_bytes = problem.dtype.itemsize if problem.format == "int8" else fp8
     model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
     return {
@@ -99,10 +106,13 @@ def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
         "activated_PF": ((positions, hidden_dim), problem.dtype),
         "rows": ((routes * model_dim * row_bytes,), torch.uint8),
         "counts_CB": ((num_chunks(routes) * num_bins(slots),), torch.int32),
+        "rank_R": ((routes,), torch.int32),
         "x_ready_TD": ((capacity * model_dim * ready_bytes,), torch.uint8),
         "x_scale_T": ((capacity * fp8,), torch.float32),
         "activated_codes_PF": ((positions * fp8, hidden_dim), torch.float8_e4m3fn),
         "activated_scale_P": ((positions * fp8,), torch.float32),
+        "x_sums": ((capacity * (model_dim // SUM_UNIT) * int4,), torch.float32),
+        "activated_sums": ((positions * (hidden_dim // SUM_UNIT) * int4,), torch.float32),
     }
 
 

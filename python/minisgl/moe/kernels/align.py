@@ -4,8 +4,9 @@ Few routes, one launch: a program a slot. Each counts the routes of all slots (a
 from L2), so that it knows where its own run begins without waiting for anybody, and then writes its own run
 in ascending order of routes. Repeating the count is cheaper than a launch.
 
-Many routes, two launches: a program a chunk of routes counts it by slot; then each, knowing all counts, places
-its own routes. A route's rank within its chunk is a comparison with the chunk's other routes, all at once.
+Many routes, two launches: a program a chunk of routes counts it by slot and ranks its routes among those of the
+same slot, by comparing all with all; then, knowing all counts, a program a chunk places its routes, and one a slot
+finishes the slot's run.
 
 The usual count, prefix sum and scatter with atomics costs three launches, and its order within a run changes
 from call to call. Rows of x are made ready by the same launch (`rows`): further programs, one a row.
@@ -61,11 +62,12 @@ def align_kernel(
     amax_P,  # out float32 (AMAX)
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    ROW_MODE: tl.constexpr,  # "none", "fp8" or "split"
+    ROW_MODE: tl.constexpr,  # "none", "fp8", "split" or "sums"
+    UNIT: tl.constexpr,  # columns a sum covers
     FIRST_WAVE: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BINS: tl.constexpr,  # power of two > num_slots; the last bin counts the -1
+    BINS: tl.constexpr,  # power of two >= num_slots
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -74,14 +76,14 @@ def align_kernel(
     start_next(PDL)
     if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
         if slot >= num_slots:
-            prepare_row(x_TD, x_ready_TD, x_scale_T, slot - num_slots, D, BLOCK_D, ROW_MODE)
+            prepare_row(x_TD, x_ready_TD, x_scale_T, slot - num_slots, D, BLOCK_D, ROW_MODE, UNIT)
             return
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_routes, CHUNK):
         routes = start + tl.arange(0, CHUNK)
         slots = _load_slots(slots_R, routes, num_routes)
-        counts += tl.histogram(tl.where(slots < 0, BINS - 1, slots), BINS)
+        counts += tl.histogram(tl.maximum(slots, 0), BINS, mask=slots >= 0)
         if slot == 0:
             _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE)
     blocks = tl.where(bins < num_slots, (counts + BLOCK_M - 1) // BLOCK_M, 0)
@@ -107,6 +109,7 @@ def align_kernel(
 def count_kernel(
     slots_R,
     counts_CB,  # out int32 [chunks, BINS]
+    rank_R,  # out int32: earlier routes of the chunk with the same slot
     served_R,
     num_routes,
     num_chunks,
@@ -116,6 +119,7 @@ def count_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROW_MODE: tl.constexpr,
+    UNIT: tl.constexpr,
     FIRST_WAVE: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -126,12 +130,15 @@ def count_kernel(
     start_next(PDL)
     if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
         if chunk >= num_chunks:
-            prepare_row(x_TD, x_ready_TD, x_scale_T, chunk - num_chunks, D, BLOCK_D, ROW_MODE)
+            prepare_row(x_TD, x_ready_TD, x_scale_T, chunk - num_chunks, D, BLOCK_D, ROW_MODE, UNIT)
             return
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
     slots = _load_slots(slots_R, routes, num_routes)
-    counts = tl.histogram(tl.where(slots < 0, BINS - 1, slots), BINS)
+    counts = tl.histogram(tl.maximum(slots, 0), BINS, mask=slots >= 0)
     tl.store(counts_CB + chunk * BINS + tl.arange(0, BINS), counts)
+    i = tl.arange(0, CHUNK)
+    earlier = (slots[:, None] == slots[None, :]) & (i[:, None] < i[None, :])
+    tl.store(rank_R + routes, tl.sum(earlier.to(tl.int32), 0), mask=routes < num_routes)
     _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE)
 
 
@@ -139,6 +146,7 @@ def count_kernel(
 def place_kernel(
     slots_R,
     counts_CB,
+    rank_R,
     sorted_R,
     block_slots,
     num_blocks,
@@ -153,7 +161,7 @@ def place_kernel(
     CHUNKS: tl.constexpr,  # chunks whose counts are read at a time
     PDL: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
+    chunk = tl.program_id(0)  # from num_chunks on: a slot
     wait_for_previous(PDL)
     start_next(PDL)
     bins = tl.arange(0, BINS)
@@ -168,18 +176,28 @@ def place_kernel(
         before += tl.sum(tl.where((c < chunk)[:, None], counts, 0), 0)
     blocks = tl.where(bins < num_slots, (total + BLOCK_M - 1) // BLOCK_M, 0)
     first_block = tl.cumsum(blocks, 0) - blocks
-    routes = chunk * CHUNK + tl.arange(0, CHUNK)
-    slots = _load_slots(slots_R, routes, num_routes)
-    position = tl.gather(first_block * BLOCK_M + before, tl.where(slots < 0, BINS - 1, slots), 0)
-    i = tl.arange(0, CHUNK)
-    same = (slots[:, None] == slots[None, :]) & (i[:, None] < i[None, :])  # earlier routes of the same slot
-    position += tl.sum(same.to(tl.int32), 0)
-    tl.store(sorted_R + position, routes, mask=slots >= 0)
     if chunk == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
-    for slot in range(chunk, num_slots, num_chunks):
-        mine = bins == slot
+    if chunk < num_chunks:
+        routes = chunk * CHUNK + tl.arange(0, CHUNK)
+        slots = _load_slots(slots_R, routes, num_routes)
+        rank = tl.load(rank_R + routes, mask=routes < num_routes, other=0)
+        position = tl.gather(first_block * BLOCK_M + before, tl.maximum(slots, 0), 0) + rank
+        tl.store(sorted_R + position, routes, mask=slots >= 0)
+    else:
+        mine = bins == chunk - num_chunks
         first = tl.sum(tl.where(mine, first_block, 0), 0)
         my_blocks = tl.sum(tl.where(mine, blocks, 0), 0)
         count = tl.sum(tl.where(mine, total, 0), 0)
-        _finish_run(sorted_R, block_slots, amax_P, slot, first, my_blocks, count, num_routes, BLOCK_M, AMAX)
+        _finish_run(
+            sorted_R,
+            block_slots,
+            amax_P,
+            chunk - num_chunks,
+            first,
+            my_blocks,
+            count,
+            num_routes,
+            BLOCK_M,
+            AMAX,
+        )

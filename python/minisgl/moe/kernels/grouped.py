@@ -47,7 +47,7 @@ def _gate_up_block(
     stride_s, stride_scale_n, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILES_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
-    TMA: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = 2 * BLOCK_N
     m = first + tl.arange(0, BLOCK_M)
@@ -58,6 +58,9 @@ def _gate_up_block(
     x_scale = tl.zeros((BLOCK_M,), tl.float32)
     if (FORMAT == "fp8") or (FORMAT == "fp8_block"):
         x_scale = tl.load(x_scale_T + token)
+    x_sums = x_scale_T
+    if UNIT > 0:
+        x_sums = x_scale_T + token * (D // UNIT)
     out = activated_PF + m.to(tl.int64)[:, None] * F
     for tile in tl.range(0, TILES_N, flatten=True):
         first_n = (pid_n * TILES_N + tile) * BLOCK_N
@@ -71,7 +74,7 @@ def _gate_up_block(
             acc = multiply_step(
                 acc, x_rows, x_scale, weights, scales, zeros, slot, first_n, row_n, block_n, k0, stride_s,
                 stride_scale_n, FORMAT, HAS_ZERO, GROUP, D, ROWS, 2, BLOCK_M, BLOCK_K, SWAP, TMA, True, False, ASM,
-                PRECISION,
+                PRECISION, x_sums, UNIT,
             )  # fmt: skip
         if SWAP:
             gate_up = tl.trans(acc)
@@ -95,18 +98,23 @@ def _gate_up_block(
         if AMAX:  # of each row, for the fp8 codes that down makes of it; a maximum doesn't depend on who comes first
             magnitude = tl.where((n < F)[None, :], tl.abs(row.to(tl.float32)), 0.0)
             tl.atomic_max(amax_P + m, tl.max(magnitude, 1), sem="relaxed")
+        if OUT_UNIT > 0:  # sums of each row, for down
+            sums = tl.sum(row.to(tl.float32).reshape(BLOCK_M, BLOCK_N // OUT_UNIT, OUT_UNIT), 2)
+            unit = first_n // OUT_UNIT + tl.arange(0, BLOCK_N // OUT_UNIT)
+            sums_of_m = amax_P + m.to(tl.int64)[:, None] * (F // OUT_UNIT)
+            tl.store(sums_of_m + unit[None, :], sums, mask=(unit < F // OUT_UNIT)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_routes", "grid_m"])
 def gate_up_kernel(
     x_TD,
-    x_scale_T,  # float32, fp8 only
+    x_scale_T,  # float32: scales (fp8), or sums over UNIT columns (int4)
     weights,  # slots of [2F, D], a pointer or a tensor descriptor
     scales,
     zeros,
     bias,
     activated_PF,  # out, P positions in sorted order; int8: even columns first, then odd ones
-    amax_P,  # out float32, zero before (AMAX)
+    amax_P,  # out float32: zero before (AMAX), or sums of rows over OUT_UNIT columns
     sorted_R,
     block_slots,
     num_blocks,
@@ -136,6 +144,8 @@ def gate_up_kernel(
     TMA: tl.constexpr,
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,  # of sums of x, 0 for none
+    OUT_UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (F + BLOCK_N * TILES_N - 1) // (BLOCK_N * TILES_N)
@@ -157,13 +167,13 @@ def gate_up_kernel(
             _gate_up_block(
                 x_TD, x_scale_T, weights, scales, zeros, bias, activated_PF, amax_P, sorted_R, num_routes, slot,
                 first, pid_n, stride_s, stride_scale_n, D, F, TOP_K, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, ACTIVATION,
-                AMAX, BLOCK_M // 2, BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+                AMAX, BLOCK_M // 2, BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION, UNIT, OUT_UNIT,
             )  # fmt: skip
     else:
         _gate_up_block(
             x_TD, x_scale_T, weights, scales, zeros, bias, activated_PF, amax_P, sorted_R, num_routes, slot,
             first, pid_n, stride_s, stride_scale_n, D, F, TOP_K, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, ACTIVATION,
-            AMAX, BLOCK_M, BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+            AMAX, BLOCK_M, BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION, UNIT, OUT_UNIT,
         )  # fmt: skip
 
 
@@ -173,7 +183,7 @@ def _down_block(
     stride_s, stride_scale_n, D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, AMAX: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TILES_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     m = first + tl.arange(0, BLOCK_M)
     x_rows = activated_PF + m.to(tl.int64)[:, None] * F
@@ -182,6 +192,9 @@ def _down_block(
         x_scale = tl.load(activated_scale_P + m)
         if AMAX:
             x_scale = tl.where(x_scale > 0, x_scale / 448.0, 1.0)
+    x_sums = activated_scale_P
+    if UNIT > 0:
+        x_sums = activated_scale_P + m.to(tl.int64) * (F // UNIT)
     route = tl.load(sorted_R + m)
     for tile in tl.range(0, TILES_N, flatten=True):
         first_n = (pid_n * TILES_N + tile) * BLOCK_N
@@ -192,7 +205,7 @@ def _down_block(
             acc = multiply_step(
                 acc, x_rows, x_scale, weights, scales, zeros, slot, first_n, row_n, row_n // 128, k0, stride_s,
                 stride_scale_n, FORMAT, HAS_ZERO, GROUP, F, BLOCK_N, 1, BLOCK_M, BLOCK_K, SWAP, TMA, True, AMAX, ASM,
-                PRECISION,
+                PRECISION, x_sums, UNIT,
             )  # fmt: skip
         if SWAP:
             row = tl.trans(acc)
@@ -211,7 +224,7 @@ def _down_block(
 @triton.jit(do_not_specialize=["num_routes", "grid_m"])
 def down_kernel(
     activated_PF,
-    activated_scale_P,  # float32, fp8 only: scales of codes, or (AMAX) largest magnitudes of rows
+    activated_scale_P,  # float32. fp8: scales of codes, or (AMAX) largest magnitudes of rows; int4: sums over UNIT columns
     weights,  # slots of [D, F], a pointer or a tensor descriptor
     scales,
     zeros,
@@ -244,6 +257,7 @@ def down_kernel(
     TMA: tl.constexpr,
     ASM: tl.constexpr,
     PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (D + BLOCK_N * TILES_N - 1) // (BLOCK_N * TILES_N)
@@ -265,11 +279,11 @@ def down_kernel(
             _down_block(
                 activated_PF, activated_scale_P, weights, scales, zeros, bias, rows_RD, sorted_R, num_routes, slot,
                 first, pid_n, stride_s, stride_scale_n, D, F, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, AMAX, BLOCK_M // 2,
-                BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+                BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION, UNIT,
             )  # fmt: skip
     else:
         _down_block(
             activated_PF, activated_scale_P, weights, scales, zeros, bias, rows_RD, sorted_R, num_routes, slot,
             first, pid_n, stride_s, stride_scale_n, D, F, FORMAT, GROUP, HAS_ZERO, HAS_BIAS, AMAX, BLOCK_M,
-            BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION,
+            BLOCK_N, TILES_N, BLOCK_K, SWAP, TMA, ASM, PRECISION, UNIT,
         )  # fmt: skip

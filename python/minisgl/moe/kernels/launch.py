@@ -22,6 +22,7 @@ from minisgl.moe.select import PACKED_FORMATS, Choice, Tiles
 from minisgl.moe.workspace import (
     ALIGN_CHUNK,
     FP8_FORMATS,
+    SUM_UNIT,
     Buffers,
     max_blocks,
     next_power_of_two,
@@ -188,6 +189,29 @@ def route(
     return Routing(ids_TK, weights_TK)
 
 
+@dataclass(frozen=True)
+class SumUnits:
+    """Columns that a sum of x, and one of activated rows, covers, for products with int4 codes as they are; 0: no sums."""
+
+    x: int = 0
+    activated: int = 0
+
+
+def sum_units(problem: Problem, choice: Choice) -> SumUnits:
+    """Sums pay where blocks are small: there scales are applied to products, and so can zeros be (see `product`)."""
+    group, shape = problem.group_size or 128, problem.shape
+    if problem.format != "int4" or choice.kernel != "grouped" or choice.block_m > 32:
+        return SumUnits()
+    up_k, down_k = choice.gate_up.block_k, choice.down.block_k
+    exact = down_k <= group and shape.hidden_dim % down_k == 0
+    units = SumUnits(
+        x=up_k if up_k <= group and shape.model_dim % up_k == 0 else 0,
+        activated=min(choice.gate_up.block_n, 64) if exact else 0,
+    )
+    assert all(unit == 0 or unit >= SUM_UNIT for unit in (units.x, units.activated))
+    return units
+
+
 def row_mode(format_name: str) -> str:
     """How rows of x are made ready for the grouped kernels (see kernels.rows)."""
     if format_name in FP8_FORMATS:
@@ -197,17 +221,21 @@ def row_mode(format_name: str) -> str:
 
 def align(
     x_TD: torch.Tensor, slots_TK: torch.Tensor, num_slots: int, problem: Problem, block_m: int, first_wave: bool,
-    buffers: Buffers,
+    buffers: Buffers, units: SumUnits = SumUnits(),
 ) -> None:  # fmt: skip
     """Sort the routes by slot and, in the first wave, make the rows of x ready; one launch, or two for many routes."""
     num_routes = slots_TK.numel()
     mode = row_mode(problem.format) if first_wave and not interpreted_fp8(problem, x_TD) else "none"
-    rows = 0 if mode == "none" else len(x_TD)
     x_ready = x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format)
+    if first_wave and units.x:
+        mode = "sums"
+    rows = 0 if mode == "none" else len(x_TD)
+    x_scale = buffers.x_sums if mode == "sums" else buffers.x_scale_T
     constants = {
         "D": x_TD.shape[1],
         "BLOCK_D": next_power_of_two(x_TD.shape[1]),
         "ROW_MODE": mode,
+        "UNIT": max(units.x, 1),
         "FIRST_WAVE": first_wave,
         "BINS": num_bins(num_slots),
         "num_warps": 4,
@@ -219,20 +247,21 @@ def align(
         constants["num_warps"] = 4 if chunk <= 512 else 8
         align_kernel[(num_slots + rows,)](
             slots_TK, buffers.sorted_R, buffers.block_slots, buffers.num_blocks, buffers.served_R, num_routes,
-            num_slots, x_TD, x_ready, buffers.x_scale_T, buffers.activated_scale_P, AMAX=amax, BLOCK_M=block_m,
+            num_slots, x_TD, x_ready, x_scale, buffers.activated_scale_P, AMAX=amax, BLOCK_M=block_m,
             CHUNK=chunk, **constants,
         )  # fmt: skip
         return
-    chunks = num_chunks(num_routes)
+    chunks, constants["num_warps"] = num_chunks(num_routes), 8
     assert chunks * num_bins(num_slots) <= buffers.counts_CB.numel(), "counts_CB is too small for this slab"
     count_kernel[(chunks + rows,)](
-        slots_TK, buffers.counts_CB, buffers.served_R, num_routes, chunks, x_TD, x_ready, buffers.x_scale_T,
+        slots_TK, buffers.counts_CB, buffers.rank_R, buffers.served_R, num_routes, chunks, x_TD, x_ready, x_scale,
         CHUNK=ALIGN_CHUNK, **constants,
     )  # fmt: skip
-    place_kernel[(chunks,)](
-        slots_TK, buffers.counts_CB, buffers.sorted_R, buffers.block_slots, buffers.num_blocks,
+    place_kernel[(chunks + num_slots,)](
+        slots_TK, buffers.counts_CB, buffers.rank_R, buffers.sorted_R, buffers.block_slots, buffers.num_blocks,
         buffers.activated_scale_P, num_routes, num_slots, chunks, AMAX=amax, BLOCK_M=block_m,
-        BINS=num_bins(num_slots), CHUNK=ALIGN_CHUNK, CHUNKS=32, num_warps=8, **pdl_options(x_TD.device),
+        BINS=num_bins(num_slots), CHUNK=ALIGN_CHUNK, CHUNKS=min(next_power_of_two(chunks), 128), num_warps=8,
+        **pdl_options(x_TD.device),
     )  # fmt: skip
 
 
@@ -271,16 +300,16 @@ def gate_up(
     tiles, shape = choice.gate_up, problem.shape
     args = weight_args(slab, "gate_up", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
-    mode = row_mode(problem.format)
+    mode, units = row_mode(problem.format), sum_units(problem, choice)
     gate_up_kernel[(grid_m * triton.cdiv(shape.hidden_dim, tiles.block_n * tiles.tiles_n),)](
         x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format),
-        buffers.x_scale_T if mode == "fp8" else x_TD,
+        buffers.x_sums if units.x else buffers.x_scale_T if mode == "fp8" else x_TD,
         args.weights,
         args.scales,
         args.zeros,
         args.bias,
         buffers.activated_PF,
-        buffers.activated_scale_P,
+        buffers.activated_sums if units.activated else buffers.activated_scale_P,
         buffers.sorted_R,
         buffers.block_slots,
         buffers.num_blocks,
@@ -289,6 +318,8 @@ def gate_up(
         *args.strides,
         D=shape.model_dim,
         F=shape.hidden_dim,
+        UNIT=units.x,
+        OUT_UNIT=units.activated,
         TOP_K=problem.top_k,
         ACTIVATION=problem.activation,
         AMAX=codes_in_down(problem, choice.block_m, x_TD),
@@ -305,10 +336,10 @@ def down(
     args = weight_args(slab, "down", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
     amax = codes_in_down(problem, choice.block_m, rows_RD)
-    fp8 = problem.format in FP8_FORMATS
+    fp8, unit = problem.format in FP8_FORMATS, sum_units(problem, choice).activated
     down_kernel[(grid_m * triton.cdiv(shape.model_dim, tiles.block_n * tiles.tiles_n),)](
         buffers.activated_codes_PF if fp8 and not amax else buffers.activated_PF,
-        buffers.activated_scale_P if fp8 else rows_RD,
+        buffers.activated_sums if unit else buffers.activated_scale_P if fp8 else rows_RD,
         args.weights,
         args.scales,
         args.zeros,
@@ -323,6 +354,7 @@ def down(
         D=shape.model_dim,
         F=shape.hidden_dim,
         AMAX=amax,
+        UNIT=unit,
         **format_constants(slab, "down", shape.hidden_dim),
         **tile_constants(tiles, problem.dtype, rows_RD.device),
         **_grouped_constants(tiles, choice.block_m),

@@ -96,7 +96,8 @@ def compile_choice(task: CompileTask, small_kernels: bool = False) -> None:
     launch.gate_up(x_TD, slab, problem, choice, num_routes, buffers)
     launch.down(rows_RD, slab, problem, choice, num_routes, buffers)
     if small_kernels:
-        launch.align(x_TD, placement.slots_TK, slab.num_slots, problem, choice.block_m, True, buffers)
+        units = launch.sum_units(problem, choice)
+        launch.align(x_TD, placement.slots_TK, slab.num_slots, problem, choice.block_m, True, buffers, units)
         launch.reduce(rows_RD, weights_TK, buffers, x_TD)
         if problem.format in FP8_FORMATS:
             launch.quantize_activated(problem, choice.block_m, num_routes, buffers)

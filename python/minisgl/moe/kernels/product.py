@@ -8,7 +8,14 @@ come by pointers and asynchronous copies, or by tensor descriptors where TMA is 
 import triton
 import triton.language as tl
 
-from minisgl.moe.kernels.tiles import MXFP4_LIFT, mxfp4_scale, unpack_int4, unpack_int8, unpack_mxfp4
+from minisgl.moe.kernels.tiles import (
+    MXFP4_LIFT,
+    mxfp4_scale,
+    raw_int4,
+    unpack_int4,
+    unpack_int8,
+    unpack_mxfp4,
+)
 
 
 @triton.jit
@@ -62,13 +69,14 @@ def multiply_step(
     acc, x_rows, x_scale, weights, scales, zeros, slot, first_n, row_n, block_n, k0, stride_s, stride_scale_n,
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     HALVES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    SPLIT_X: tl.constexpr, CODE_X: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT_X: tl.constexpr, CODE_X: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, x_sums=None,
+    UNIT: tl.constexpr = 0,
 ):  # fmt: skip
     """acc plus the product of columns k0 .. k0 + BLOCK_K.
 
     x_rows: pointers [BLOCK_M, 1] to rows. block_n: rows of block scales (fp8_block). SPLIT_X: rows of x hold
     their even columns first, then their odd ones (int8, see `rows`); else int8 reads every second column. CODE_X: rows
-    of x become fp8 codes here, with x_scale [BLOCK_M].
+    of x become fp8 codes here, with x_scale [BLOCK_M]. UNIT: x_sums points to each row's sums over UNIT columns (int4).
     """
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
@@ -88,7 +96,11 @@ def multiply_step(
         params = group_params(scales, row_n, k0, stride_scale_n, K, GROUP, GROUPS)
         # With few rows a scale is cheaper to apply to the product of its group than to every weight.
         LATE_SCALE: tl.constexpr = (FORMAT == "int4") and (GROUPS == 1) and (BLOCK_M <= 32)
-        if FORMAT == "mxfp4":
+        # x (code - zero) = x (128 + code) - (128 + zero) sum(x): with the sums at hand nothing is subtracted from weights.
+        SUMS: tl.constexpr = LATE_SCALE and UNIT > 0
+        if SUMS:
+            w0, w1, w2, w3 = raw_int4(words, DTYPE, ASM)
+        elif FORMAT == "mxfp4":
             w0, w1, w2, w3 = unpack_mxfp4(words, mxfp4_scale(params, ASM)[:, :, None], DTYPE, ASM)
         else:
             scale = params.to(tl.float32)[:, :, None]
@@ -104,6 +116,20 @@ def multiply_step(
         part = dot(part, x1, w1.reshape(ROWS, STEP), SWAP, PRECISION)
         part = dot(part, x2, w2.reshape(ROWS, STEP), SWAP, PRECISION)
         part = dot(part, x3, w3.reshape(ROWS, STEP), SWAP, PRECISION)
+        if SUMS:
+            x_sum = tl.load(x_sums + k0 // UNIT)
+            for unit in tl.static_range(1, BLOCK_K // UNIT):
+                x_sum += tl.load(x_sums + k0 // UNIT + unit)
+            BASE: tl.constexpr = 128.0 if ASM else 0.0
+            if HAS_ZERO:
+                zeros_of_rows = group_params(zeros, row_n, k0, stride_scale_n, K, GROUP, GROUPS).to(
+                    tl.float32
+                )
+                offset = BASE + tl.reshape(zeros_of_rows, (ROWS,))
+                part -= offset[:, None] * x_sum[None, :] if SWAP else offset[None, :] * x_sum[:, None]
+            else:
+                lift = (BASE + 8.0) * x_sum
+                part -= lift[None, :] if SWAP else lift[:, None]
         if LATE_SCALE:
             late = tl.reshape(params.to(tl.float32), (ROWS,))
             acc += part * (late[:, None] if SWAP else late[None, :])

@@ -1,4 +1,5 @@
-"""Rows of activations made ready for a format: fp8 codes with one scale a row, or even and odd columns apart for int8.
+"""Rows of activations made ready for a format: fp8 codes with one scale a row, even and odd columns apart for int8, or
+sums over units of columns for int4, whose codes are then multiplied as they are stored.
 
 fp8: scale = amax / 448, or 1 where the row is zero. int8: a 16-bit word of weights holds two neighbouring
 columns, which unpack into a tile of even and a tile of odd columns; rows in that order meet both with
@@ -22,9 +23,18 @@ def fp8_rows(values):
 
 
 @triton.jit
-def prepare_row(x, out, scale, row, N: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr):
-    """One row of x [.., N] into out: MODE "fp8" or "split"."""
+def prepare_row(
+    x, out, scale, row, N: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """One row of x [.., N] into out: MODE "fp8" (with its scale) or "split"; or its sums over UNIT columns: "sums"."""
     row = row.to(tl.int64)
+    if MODE == "sums":
+        n = tl.arange(0, BLOCK_N)
+        values = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+        unit = tl.arange(0, BLOCK_N // UNIT)
+        sums = tl.sum(values.reshape(BLOCK_N // UNIT, UNIT), 1)
+        tl.store(scale + row * (N // UNIT) + unit, sums, mask=unit < N // UNIT)
+        return
     if MODE == "fp8":
         n = tl.arange(0, BLOCK_N)
         values = tl.load(x + row * N + n, mask=n < N, other=0.0).to(tl.float32)

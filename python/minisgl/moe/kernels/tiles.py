@@ -33,6 +33,16 @@ def _int4_asm(scaled: bool, has_zero: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
+def _int4_raw_asm() -> str:
+    """$4: two words; 128 + code, without the subtraction."""
+    lines = ["{", ".reg .b32 t;"]
+    for i in range(4):
+        if i:
+            lines.append(f"shr.u32 t, $4, {4 * i};")
+        lines.append(f"lop3.b32 ${i}, {'t' if i else '$4'}, 0x000F000F, 0x43004300, 0xEA;")
+    return "\n".join([*lines, "}"])
+
+
 def _mxfp4_asm() -> str:
     """$4: two words, $5: two scales. E2M1 bits are moved to where bf16 has sign, low exponent bits and high mantissa bit."""
     lines = ["{", ".reg .b32 s, m, nz;", "mov.b32 nz, 0x80008000;"]
@@ -62,6 +72,7 @@ _INT4_PLAIN = tl.constexpr(_int4_asm(False, False))
 _INT4_ZERO = tl.constexpr(_int4_asm(False, True))
 _INT4_SCALED = tl.constexpr(_int4_asm(True, False))
 _INT4_SCALED_ZERO = tl.constexpr(_int4_asm(True, True))
+_INT4_RAW = tl.constexpr(_int4_raw_asm())
 _MXFP4_ASM = tl.constexpr(_mxfp4_asm())
 
 
@@ -117,6 +128,29 @@ def unpack_int4(
         b = (((wide >> 4 & 15).to(tl.float32) - offset) * factor).to(DTYPE)
         c = (((wide >> 8 & 15).to(tl.float32) - offset) * factor).to(DTYPE)
         d = (((wide >> 12 & 15).to(tl.float32) - offset) * factor).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def raw_int4(words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The four tiles of codes of int16 words, each 128 too large where ASM: two instructions a pair of weights."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT4_RAW,
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            True,
+            2,
+        )
+    else:
+        wide = words.to(tl.int32)
+        a, b, c, d = (
+            (wide & 15).to(DTYPE),
+            (wide >> 4 & 15).to(DTYPE),
+            (wide >> 8 & 15).to(DTYPE),
+            (wide >> 12 & 15).to(DTYPE),
+        )
     return a, b, c, d
 
 
