@@ -7,7 +7,7 @@ Letters: D model dim, F hidden dim, H heads, G key/value heads, C head_dim, E ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -92,7 +92,8 @@ class ModelSizes:
 
     `model_sizes` makes one from a spec; the planner also makes one from config.json of a family the engine doesn't serve.
 
-    params: weights over all layers by part, routed experts excepted (`PARTS` names them in the order to show).
+    params: weights over all layers by part, routed experts excepted (`PARTS` names them in the order to show). whole: how many
+    of these every rank keeps for itself when several share the model; norms and routers are always kept whole.
     wide_params: how many of these stay float32 whatever the dtype (correction biases of routers).
     expert: D, F and bias of one routed expert, None for a dense model; num_experts a layer, top_k, num_sparse layers.
     kv_elements_L: elements one token adds to each layer's cache: 2 x kv_heads x head_dim, less for compressed caches, 0 for
@@ -112,6 +113,7 @@ class ModelSizes:
     params: Mapping[str, int]
     kv_elements_L: tuple[int, ...]
     windows_L: tuple[int | None, ...]
+    whole: Mapping[str, int] = field(default_factory=dict)
     wide_params: int = 0
     state_elements: int = 0
     qk_norm: bool = False
@@ -222,6 +224,12 @@ def model_sizes(spec: ModelSpec) -> ModelSizes:
         },
         kv_elements_L=(2 * spec.num_kv_heads * spec.head_dim,) * spec.num_layers,
         windows_L=spec.windows,
+        whole={
+            "attention": spec.num_layers
+            * (spec.out_bias * spec.model_dim + spec.qk_norm * 2 * spec.head_dim),
+            "shared experts": sparse * moe.shared_gate * spec.model_dim if moe and shared else 0,
+            "dense MLPs": (spec.num_layers - sparse) * spec.mlp_bias * spec.model_dim,
+        },
         wide_params=sparse * moe.num_experts * moe.correction_bias if moe else 0,
         qk_norm=spec.qk_norm,
         expert=ExpertShape(spec.model_dim, moe.hidden_dim, moe.expert_bias) if moe else None,
@@ -232,7 +240,8 @@ def model_sizes(spec: ModelSpec) -> ModelSizes:
 
 
 def shard_sizes(sizes: ModelSizes, num_ranks: int, expert_parallel: bool = False) -> ModelSizes:
-    """What one of `num_ranks` GPUs holds: heads, widths and the vocabulary are divided, norms and routers repeated.
+    """What one of `num_ranks` GPUs holds: heads, widths and the vocabulary are divided; norms, routers and the biases of sums
+    over ranks are repeated (`ModelSizes.whole`).
 
     Key/value heads are repeated where there are fewer than ranks: ceil(kv_heads / ranks) each. A compressed (MLA) cache is
     shared by all heads, so every rank keeps all of it. Experts: expert_parallel gives each rank ceil(E / ranks) whole ones,
@@ -250,10 +259,14 @@ def shard_sizes(sizes: ModelSizes, num_ranks: int, expert_parallel: bool = False
     kv_heads = -(-sizes.num_kv_heads // num_ranks)
     grouped = 2 * sizes.num_kv_heads * sizes.head_dim
     kv_params = sum(sizes.model_dim * n for n in sizes.kv_elements_L if n == grouped)
-    params = {name: -(-n // num_ranks) for name, n in sizes.params.items()}
-    rest = sizes.params["attention"] - kv_params
-    params["attention"] = -(-rest // num_ranks) + kv_params * kv_heads // sizes.num_kv_heads
-    params |= {name: sizes.params[name] for name in ("norms", "router")}
+    whole = {**sizes.whole, **{name: sizes.params[name] for name in ("norms", "router")}}
+    repeated = {name: whole.get(name, 0) for name in sizes.params}
+    params = {name: repeated[name] - (repeated[name] - n) // num_ranks for name, n in sizes.params.items()}
+    rest = sizes.params["attention"] - kv_params - repeated["attention"]
+    own_kv = kv_params * kv_heads // sizes.num_kv_heads
+    params["attention"] = repeated["attention"] - -rest // num_ranks + own_kv
+    for name in ("embedding", "head"):
+        params[name] = -(-sizes.vocab_size // num_ranks) * sizes.model_dim * bool(sizes.params[name])
     expert, num_experts = sizes.expert, sizes.num_experts
     if expert is not None and expert_parallel:
         num_experts = -(-num_experts // num_ranks)
