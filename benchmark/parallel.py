@@ -1,12 +1,13 @@
 """One MoE layer over several ranks: time, bytes sent, balance and exposed communication of every way to dispatch.
 
     python benchmark/parallel.py                                               # CPU ranks over Gloo, a small layer
-    python benchmark/parallel.py --device cuda --shape qwen3-30b-a3b --ranks 2,4 --tokens 1,16,64,256,4096 --format none,fp8
+    python benchmark/parallel.py --device cuda --shape qwen3-30b-a3b --ranks 2 --tokens 1,16,64,256,4096 --format none,fp8
 
 Every case is checked first: all ranks against a layer that holds every expert. Exposed communication is the time of the layer
-less that of the same work with every collective replaced by its recorded result, so what overlaps is not counted. On CUDA,
-layers that a graph can hold are timed as graphs; NVLink multicast is left off. Appends a line a case to
-benchmark/results/parallel.jsonl.
+less that of the same work with every collective replaced by its recorded result, so what overlaps is not counted. The layer
+that holds every expert is timed too, on the tokens of all ranks: what one GPU would take. A timed call runs the layer on
+several inputs, so that the experts of one are not still in the L2 cache for the next. On CUDA, layers that a graph can hold are
+timed as graphs; NVLink multicast is left off. Appends a line a case to benchmark/results/parallel.jsonl.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ SHAPES = {  # D, F, experts, top-k
     "qwen3-30b-a3b": (2048, 768, 128, 8),
 }
 MODES = ("tp", "reduce", "dynamic", "dynamic-no-overlap", "static", "static-no-overlap")
+NUM_INPUTS = 4  # a timed call: 4 x 8 experts of 9 MB are more than an L2 cache holds
+WARM, REPEATS = 3, 20
 TOLERANCE = 0.03  # of the largest output; partial sums are rounded once a rank
 
 
@@ -93,31 +96,55 @@ class RecordedGroup(Group):
         return self._call(away, lambda: self.real.start_exchange(x_RX, sent, received))
 
 
-def make_layers(case: Case, group: RecordedGroup, device: torch.device) -> tuple[MoELayer, MoELayer]:
-    """(this rank's layer, one with every expert), of the same weights."""
-    model_dim, hidden_dim, num_experts, top_k = SHAPES[case.shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights, backend = get_format(case.format, dtype), make_backend("auto", device)
-    router = Router(num_experts, model_dim, RoutingRule(top_k), device=device, dtype=dtype)
-    router.weight.normal_(0.0, model_dim**-0.5, generator=torch.Generator(device).manual_seed(1))
-    whole = ResidentStore(num_experts, ExpertShape(model_dim, hidden_dim), weights, device)
-    whole.fill_random(seed=2, std=model_dim**-0.5)
-    if case.mode == "tp":
-        part = group.shard(hidden_dim)
-        store = ResidentStore(num_experts, ExpertShape(model_dim, part.length), weights, device)
-        gate, up = whole.weight("gate_up").chunk(2, dim=1)
+class Layers:
+    """The layers of all cases of one shape and format: the same experts, whole and as each mode has this rank hold them."""
+
+    def __init__(self, shape: str, weights: str, device: torch.device) -> None:
+        model_dim, hidden_dim, num_experts, top_k = SHAPES[shape]
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.device, self.format = device, get_format(weights, self.dtype)
+        self._shape, self._backend = ExpertShape(model_dim, hidden_dim), make_backend("auto", device)
+        self._router = Router(num_experts, model_dim, RoutingRule(top_k), device=device, dtype=self.dtype)
+        generator = torch.Generator(device).manual_seed(1)
+        self._router.weight.normal_(0.0, model_dim**-0.5, generator=generator)
+        self._whole = self._store(num_experts, self._shape)
+        self._whole.fill_random(seed=2, std=model_dim**-0.5)
+        self._stores: dict[tuple[str, int, str], ResidentStore] = {}
+        self.whole = MoELayer(self._router, self._whole, self._backend)
+
+    def _store(self, num_experts: int, shape: ExpertShape) -> ResidentStore:
+        return ResidentStore(num_experts, shape, self.format, self.device)
+
+    def layer(self, case: Case, group: RecordedGroup) -> MoELayer:
+        """This rank's layer."""
+        num_experts, name = self._whole.num_experts, case.mode.partition("-")[0]
+        spread = ExpertSpread(num_experts, case.num_ranks, case.kind)  # type: ignore[arg-type]
+        key = ("tp" if name == "tp" else "ep", case.num_ranks, case.kind)
+        if key not in self._stores:
+            make = self._sliced if name == "tp" else self._chosen
+            self._stores[key] = make(group, spread)
+        if name == "tp":
+            exchange: Exchange = Local(num_experts, group)
+        else:
+            exchange = make_exchange(name, spread, group, self.device, overlap=name == case.mode)
+        return MoELayer(self._router, self._stores[key], self._backend, exchange=exchange)
+
+    def _sliced(self, group: Group, spread: ExpertSpread) -> ResidentStore:
+        """A part of every expert."""
+        part, model_dim = group.shard(self._shape.hidden_dim), self._shape.model_dim
+        store = self._store(spread.num_experts, ExpertShape(model_dim, part.length))
+        gate, up = self._whole.weight("gate_up").chunk(2, dim=1)
         store.sink(None, "gate", gate[:, part.start : part.stop])
         store.sink(None, "up", up[:, part.start : part.stop])
-        store.sink(None, "down", whole.weight("down")[:, :, part.start : part.stop])
-        exchange: Exchange = Local(num_experts, group)
-    else:
-        spread = ExpertSpread(num_experts, case.num_ranks, case.kind)  # type: ignore[arg-type]
+        store.sink(None, "down", self._whole.weight("down")[:, :, part.start : part.stop])
+        return store
+
+    def _chosen(self, group: Group, spread: ExpertSpread) -> ResidentStore:
+        """Whole experts."""
         experts = list(spread.experts_of(group.rank))
-        store = ResidentStore(len(experts), ExpertShape(model_dim, hidden_dim), weights, device)
-        store.records_EB.copy_(whole.records_EB[experts])
-        name, _, rest = case.mode.partition("-")
-        exchange = make_exchange(name, spread, group, device, overlap=not rest)
-    return MoELayer(router, store, backend, exchange=exchange), MoELayer(router, whole, backend)
+        store = self._store(len(experts), self._shape)
+        store.records_EB.copy_(self._whole.records_EB[experts])
+        return store
 
 
 def timed(call: Callable[[], object], group: Group, device: torch.device, as_graph: bool) -> float:
@@ -129,7 +156,7 @@ def timed(call: Callable[[], object], group: Group, device: torch.device, as_gra
             call()
         call = graph.replay
     times = []
-    for _ in range(25):
+    for _ in range(WARM + REPEATS):
         group.smallest(0)
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -142,7 +169,7 @@ def timed(call: Callable[[], object], group: Group, device: torch.device, as_gra
             begin = time.perf_counter()
             call()
             times.append((time.perf_counter() - begin) * 1e6)
-    return statistics.median(times[5:])
+    return statistics.median(times[WARM:])
 
 
 def count_routes(layer: MoELayer, x_TD: torch.Tensor) -> int:
@@ -157,33 +184,36 @@ def count_routes(layer: MoELayer, x_TD: torch.Tensor) -> int:
 
 
 @torch.inference_mode()
-def run_case(case: Case, real: TorchGroup, device: torch.device) -> dict[str, object]:
+def run_case(case: Case, layers: Layers, real: TorchGroup) -> dict[str, object]:
     """Check, measure, and sum up over ranks; the record of rank 0."""
-    group = RecordedGroup(real)
-    layer, whole = make_layers(case, group, device)
+    group, device, whole = RecordedGroup(real), layers.device, layers.whole
+    layer = layers.layer(case, group)
     generator = torch.Generator(device).manual_seed(3)
-    shape = (case.tokens_per_rank * case.num_ranks, SHAPES[case.shape][0])
-    x_TD = torch.randn(shape, generator=generator, device=device).to(layer.router.weight.dtype)
-    expected = whole(x_TD).float()
-    error = float((layer(x_TD).float() - expected).abs().max() / expected.abs().max())
-    assert error < (TOLERANCE if case.format == "none" or case.mode != "tp" else 0.2), (
-        f"{case}: off by {error:.3f}"
-    )
-    routes = count_routes(layer, x_TD)
-    as_graph = device.type == "cuda" and layer.exchange.graph_safe and layer.backend.graph_safe
-    total = timed(lambda: layer(x_TD), real, device, as_graph)
+    shape = (NUM_INPUTS, case.tokens_per_rank * case.num_ranks, SHAPES[case.shape][0])
+    inputs = torch.randn(shape, generator=generator, device=device).to(layers.dtype)
+    expected = whole(inputs[0]).float()
+    error = float((layer(inputs[0]).float() - expected).abs().max() / expected.abs().max())
+    allowed = TOLERANCE if case.format == "none" or case.mode != "tp" else 0.2  # a part has scales of its own
+    assert error < allowed, f"{case}: off by {error:.3f}"
+    routes = sum(count_routes(layer, x_TD) for x_TD in inputs)
+
+    def measure(of: MoELayer) -> float:
+        as_graph = device.type == "cuda" and of.exchange.graph_safe and of.backend.graph_safe
+        return timed(lambda: [of(x_TD) for x_TD in inputs], real, device, as_graph) / NUM_INPUTS
+
+    total = measure(layer)
     group.set_mode("record")
-    layer(x_TD)
+    for x_TD in inputs:
+        layer(x_TD)
     group.set_mode("replay")
-    silent = timed(lambda: layer(x_TD), real, device, as_graph)
-    alone = timed(lambda: whole(x_TD), real, device, as_graph)
-    mine = torch.tensor([[total, silent, alone, group.sent, routes]], dtype=torch.float32, device=device)
-    all_NX = real.all_gather(mine)
+    silent, alone = measure(layer), measure(whole)
+    mine = [total, silent, alone, group.sent / NUM_INPUTS, routes]
+    all_NX = real.all_gather(torch.tensor([mine], dtype=torch.float32, device=device))
     slowest, computing, one_rank = all_NX[:, 0].max(), all_NX[:, 1].max(), all_NX[:, 2].max()
     return {
         "case": f"{case.mode} N={case.num_ranks} M={case.tokens_per_rank} {case.shape} {case.format} {case.kind}",
         "backend": dist.get_backend(),
-        "graph": as_graph,
+        "graph": device.type == "cuda" and layer.exchange.graph_safe and layer.backend.graph_safe,
         "us": round(float(slowest), 1),
         "us_without_communication": round(float(computing), 1),
         "exposed": round(1 - float(computing / slowest), 3),
@@ -195,7 +225,7 @@ def run_case(case: Case, real: TorchGroup, device: torch.device) -> dict[str, ob
 
 
 def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse.Namespace) -> None:
-    """What one process does."""
+    """What one process does. Cases are in the order of formats, whose layers are made once."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -204,12 +234,21 @@ def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse
     url = f"tcp://{place.address}:{place.port}"
     dist.init_process_group(backend_for(device), init_method=url, rank=rank, world_size=place.size)
     group = TorchGroup(dist.group.WORLD, device)
+    made, layers, done = "", None, 0
     for case in cases:
-        record = run_case(case, group, device)
+        if not group.smallest(time.monotonic() < args.deadline):
+            break
+        if layers is None or case.format != made:
+            layers = None  # the last format's memory first
+            made, layers = case.format, Layers(case.shape, case.format, device)
+        record = run_case(case, layers, group)
+        done += 1
         if rank == 0:
             print(" | ".join(f"{name} {value}" for name, value in record.items()), flush=True)
             if not args.dry:
                 append_record("parallel", record)
+    if rank == 0 and done < len(cases):
+        print(f"--time-limit {args.time_limit:g}: {len(cases) - done} of {len(cases)} cases were left out")
     dist.destroy_process_group()
 
 
@@ -224,8 +263,12 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--format", default="none", help="expert formats, for example none,fp8")
     parser.add_argument("--kind", default="contiguous", choices=("contiguous", "round-robin"))
+    parser.add_argument(
+        "--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun"
+    )
     parser.add_argument("--dry", action="store_true", help="write no record")
     args = parser.parse_args()
+    args.deadline = time.monotonic() + args.time_limit  # of the machine's clock, which all ranks read
     for size in map(int, args.ranks.split(",")):
         cases = [
             Case(mode, size, tokens, args.shape, weights, args.kind)
