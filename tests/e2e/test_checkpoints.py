@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
 
 from minisgl import LLM, SamplingParams
-from minisgl.models.checkpoints import stored_experts
+from minisgl.models.checkpoints import ExpertChoice, stored_experts
+from minisgl.models.converting import convert
 from minisgl.models.decoder import Decoder
 from minisgl.models.experts import expert_shape, resident_moe
 from minisgl.models.loader import load_weights
 from minisgl.models.spec import ModelSpec
+from minisgl.parallel import SOLO, Group
 from tests.checkpoint_writers import (
     SINGLE,
     awq_config,
@@ -29,7 +31,8 @@ from tests.checkpoint_writers import (
     quantize_folder,
 )
 from tests.e2e.model_factory import greedy, make_model, make_prompts
-from tests.unit.models.decoder_harness import CPU, Session, empty_decoder
+from tests.unit.models.decoder_harness import CPU, PAGE_SIZE, Session, cpu_attention, empty_decoder
+from tests.unit.parallel.threads import on_ranks
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64}
 TOKENS = [5, 17, 200, 3, 99, 42, 7]
@@ -181,7 +184,7 @@ def test_act_order_is_quantized_anew(tmp_path: Path, caplog) -> None:
 
 def test_mxfp4_experts_in_one_tensor_a_layer(tmp_path: Path, caplog) -> None:
     """The layout of gpt-oss's experts (rows of gate and up alternate), in a model that is served."""
-    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    unpack = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     model = make_model(tmp_path, "qwen3_moe", **SIZES)
     tensors, generator = load_file(tmp_path / SINGLE), torch.Generator().manual_seed(7)
     plain_config, meant = (tmp_path / "config.json").read_text(), {}
@@ -193,7 +196,7 @@ def test_mxfp4_experts_in_one_tensor_a_layer(tmp_path: Path, caplog) -> None:
             blocks = torch.randint(0, 256, (8, rows, cols // 32, 16), generator=generator).byte()
             scales = torch.randint(120, 125, (8, rows, cols // 32), generator=generator).byte()
             tensors |= {f"{base}.{part}_blocks": blocks, f"{base}.{part}_scales": scales}
-            values = convert(blocks, scales, dtype=torch.float32).transpose(1, 2)
+            values = unpack(blocks, scales, dtype=torch.float32).transpose(1, 2)
             for expert, value in enumerate(values):
                 halves = (
                     {"gate": value[::2], "up": value[1::2]} if part == "gate_up_proj" else {"down": value}
@@ -208,6 +211,68 @@ def test_mxfp4_experts_in_one_tensor_a_layer(tmp_path: Path, caplog) -> None:
         found = logits_of(load(tmp_path))
     assert not caplog.records
     torch.testing.assert_close(found, expected_logits(reference), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("expert_format", ["mxfp4", "none", "int8"])
+def test_gpt_oss_as_published(tmp_path: Path, caplog, expert_format: str) -> None:
+    """Blocks, scales and interleaved biases of a whole gpt-oss, against transformers with the values it reads from them."""
+    unpack = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    make_model(tmp_path, "gpt_oss", intermediate_size=64)
+    tensors, generator = load_file(tmp_path / SINGLE), torch.Generator().manual_seed(3)
+    plain_config, meant = (tmp_path / "config.json").read_text(), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, num_cols, num_rows = tensors.pop(
+            name
+        ).shape  # [E, K, N], as transformers computes with them
+        shape = (num_experts, num_rows, num_cols // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+        scales = torch.randint(122, 126, shape, generator=generator).byte()
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = unpack(blocks, scales, dtype=torch.float32).contiguous()
+    save_file(tensors, tmp_path / SINGLE)
+    config = {**json.loads(plain_config), "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = reference_model(tmp_path, meant, plain_config)
+    assert stored_experts(tmp_path, expert_shape(ModelSpec.from_folder(tmp_path))) == ExpertChoice("mxfp4")
+    with caplog.at_level(logging.WARNING):
+        found, expected = logits_of(load(tmp_path, expert_format)), expected_logits(model)
+    if expert_format == "int8":
+        assert [r for r in caplog.records if "quantized anew as int8, because mxfp4" in r.getMessage()]
+        assert 0 < (found - expected).norm() < 0.5 * expected.norm()  # some tokens choose another expert
+    else:
+        assert not caplog.records
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_gpt_oss_of_two_ranks_and_converted(tmp_path: Path) -> None:
+    """Dequantized copies lie transposed and interleaved on disk; a rank cuts what it has put in order."""
+    model = make_model(tmp_path / "source", "gpt_oss")
+    spec, expected = ModelSpec.from_folder(tmp_path / "source"), expected_logits(model)
+
+    def decoder(folder: Path, weight_format: str, group: Group = SOLO) -> Decoder:
+        factory = resident_moe(
+            spec, weight_format=weight_format, device=CPU, dtype=torch.float32, group=group
+        )
+        made = Decoder(
+            spec,
+            cpu_attention,
+            page_size=PAGE_SIZE,
+            device=CPU,
+            dtype=torch.float32,
+            moe_factory=factory,
+            group=group,
+        )
+        load_weights(made, folder)
+        return made
+
+    for logits in on_ranks(2, lambda group: logits_of(decoder(tmp_path / "source", "none", group))):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
+    convert(tmp_path / "source", tmp_path / "out", ExpertChoice("int8"), CPU)
+    streamed, converted = (decoder(tmp_path / name, "int8") for name in ("source", "out"))
+    for index, layer in streamed.moe_layers().items():
+        other = converted.moe_layers()[index].store
+        assert torch.equal(layer.store.records_EB, other.records_EB)  # type: ignore[attr-defined]
+    assert torch.equal(logits_of(streamed), logits_of(converted))
 
 
 def test_pieces_in_different_files(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from minisgl.attention.base import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
 from minisgl.layers.fp8 import Fp8Storage
 from minisgl.layers.launch import HeadNorms, rotate_and_store, use_kernels
-from minisgl.layers.linear import MergedLinear, RowLinear
+from minisgl.layers.linear import MergedLinear, RowLinear, Shards, new_parameter
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rotary import apply_rotary
 from minisgl.parallel import SOLO, Group, Shard
@@ -92,6 +92,9 @@ class Attention(nn.Module):
             group=heads.group,
             fp8=projections.fp8,
         )
+        self.q_heads, self.sinks = heads.q, None
+        if problem.has_sinks:
+            self.sinks = new_parameter(problem.num_heads, device=device, dtype=dtype)
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(dim, qk_norm_eps, device=device, dtype=dtype)
@@ -114,8 +117,12 @@ class Attention(nn.Module):
             q_THC = rotate_and_store(qkv_TX, self.problem, self.head_norms(), rotation, cache, slots_T)
         else:
             q_THC = self.rotate_and_store(qkv_TX, rotation, cache, batch)
-        y_THC = self.backend.forward(q_THC, cache, batch, plan, self.problem)
+        y_THC = self.backend.forward(q_THC, cache, batch, plan, self.problem, self.sinks)
         return self.out(y_THC.flatten(-2))
+
+    def shards(self) -> Shards:
+        """Places that hold a part of the checkpoint's tensor, the projections' own aside."""
+        return {} if self.sinks is None else {"sinks": (0, self.q_heads)}
 
     def head_norms(self) -> HeadNorms | None:
         """What the kernel needs to know of q_norm and k_norm."""

@@ -199,7 +199,7 @@ def _quantized_layers(
     def read(job: Job) -> Pieces:
         weight, target = job
         with naming(weight):
-            pieces = read_expert_weight(weight, target.part, shard)
+            pieces = read_expert_weight(weight, target.part, shard, plan.spec.family.arrangement)
         return {role: piece.to(plan.device) for role, piece in pieces.items()}
 
     done = []

@@ -72,6 +72,7 @@ def layer_problems(
             dtype=dtype,
             scale=spec.scale,
             window=window,
+            has_sinks=spec.sinks,
         )
         for window in spec.windows
     )
@@ -245,7 +246,7 @@ class Decoder(nn.Module):
         return {
             f"{_place_path(path, module)}.{name}": shard
             for path, module in self.named_modules()
-            if isinstance(module, (Linear, Embedding))
+            if isinstance(module, (Linear, Embedding, Attention))
             for name, shard in module.shards().items()
         }
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from minisgl.moe.base import Activation, RoutingRule
 
 Config = Mapping[str, Any]
@@ -85,6 +87,25 @@ all of them [E, ...].
 
 
 @dataclass(frozen=True)
+class Arrangement:
+    """How a family's unquantized expert tensors lie on disk, where that is not [N, K] with the rows of gate before those of up.
+
+    transposed: [K, N]. interleaved: outputs of gate and up alternate, in weights and biases (gpt-oss).
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+    def undo(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
+        """One expert's tensor `part` ("gate_up", "down", or these with _bias) as the engine has it."""
+        if self.transposed and tensor.ndim == 2:
+            tensor = tensor.T
+        if self.interleaved and part.startswith("gate_up"):
+            tensor = torch.cat((tensor[::2], tensor[1::2]))
+        return tensor
+
+
+@dataclass(frozen=True)
 class Family:
     """Deviations of one architecture. Everything not said here is read the common way.
 
@@ -93,7 +114,8 @@ class Family:
     each head's q and k.
     windows: sliding window of every layer (None: full attention). moe: the MoE numbers, None for a dense
     model.
-    layer_names, expert_names: complete tables; build them from the common ones.
+    sinks: a learned logit a head joins attention's softmax. layer_names, expert_names: complete tables; build them from the
+    common ones. arrangement: of expert tensors, None for the common one.
     """
 
     architecture: str
@@ -102,10 +124,12 @@ class Family:
     out_bias: Callable[[Config], bool] = lambda config: bool(config.get("attention_bias"))
     mlp_bias: Callable[[Config], bool] = lambda config: bool(config.get("mlp_bias"))
     qk_norm: bool = False
+    sinks: bool = False
     windows: Callable[[Config], tuple[int | None, ...]] = lambda config: full_attention(config)
     moe: Callable[[Config], MoESpec] | None = None
     layer_names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     expert_names: Mapping[str, str] = field(default_factory=lambda: EXPERT_NAMES)
+    arrangement: Arrangement | None = None
 
 
 def full_attention(config: Config) -> tuple[int | None, ...]:

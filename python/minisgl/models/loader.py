@@ -252,7 +252,7 @@ class Placer:
 
     def __init__(self, decoder: Decoder) -> None:
         self._places, self._shards, self._layers = decoder.places(), decoder.shards(), decoder.moe_layers()
-        self._fp8 = decoder.fp8_weights()
+        self._fp8, self._arrangement = decoder.fp8_weights(), decoder.spec.family.arrangement
         self.changes = Changes()
 
     def split(self, work: Work) -> tuple[list[Span], Work]:
@@ -280,7 +280,7 @@ class Placer:
             return read_dense(weight, self._shards.get(target.place))
         layer = self._layers[target.layer]
         with naming(weight):
-            pieces = read_expert_weight(weight, target.part, layer.shard)
+            pieces = read_expert_weight(weight, target.part, layer.shard, self._arrangement)
         return {role: piece.to(layer.store.device) for role, piece in pieces.items()}
 
     def put(self, weight: Stored, target: Target, pieces: Pieces) -> None:

@@ -19,11 +19,11 @@ from minisgl.moe.formats import get_format
 
 
 def attention_params(spec: ModelSpec) -> int:
-    """Weights of one layer's attention: q, k, v, out, their biases and the head norms."""
+    """Weights of one layer's attention: q, k, v, out, their biases, the head norms and the sinks."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices = spec.model_dim * (2 * q + 2 * kv)
     biases = spec.qkv_bias * (q + 2 * kv) + spec.out_bias * spec.model_dim
-    return matrices + biases + spec.qk_norm * 2 * spec.head_dim
+    return matrices + biases + spec.qk_norm * 2 * spec.head_dim + spec.sinks * spec.num_heads
 
 
 def expert_params(spec: ModelSpec) -> int:

@@ -13,6 +13,19 @@ from minisgl.moe.store.shard import ExpertShard
 from minisgl.parallel import Shard
 
 
+class MemoryView:
+    """A tensor in memory, seen as one in a file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
+
+
 def read_part(view: Any, dim: int, shard: Shard) -> torch.Tensor:
     """This rank's part of a tensor along `dim`."""
     return view[_at(dim, shard.start, shard.stop)]

@@ -18,13 +18,14 @@ import torch
 
 from minisgl.layers.rotary import ROPE_KINDS, RopeSpec, yarn_attention_factor
 from minisgl.models.family import Config, Family, MoESpec
+from minisgl.models.gpt_oss import GPT_OSS
 from minisgl.models.llama import LLAMA, MISTRAL
 from minisgl.models.mixtral import MIXTRAL
 from minisgl.models.qwen import QWEN2, QWEN3, QWEN3_MOE
 from minisgl.moe.base import Activation
 
 FAMILIES: Mapping[str, Family] = {
-    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)
+    family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS)
 }
 """Architecture, as config.json names it -> family."""
 
@@ -39,7 +40,8 @@ class ModelSpec:
 
     model_dim D; hidden_dim: width of a dense layer's MLP; windows: sliding window of each layer, None for
     full attention.
-    qkv_bias, out_bias, mlp_bias: which projections have biases; qk_norm: RMSNorm over head_dim on q and k.
+    qkv_bias, out_bias, mlp_bias: which projections have biases; qk_norm: RMSNorm over head_dim on q and k; sinks:
+    a learned logit a head in attention.
     max_position: positions the model was made for. dtype: the checkpoint's own (float32 if config.json does
     not say).
     quantization: the method config.json names (for example "fp8"), None for plain weights.
@@ -62,6 +64,7 @@ class ModelSpec:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sinks: bool
     tie_embeddings: bool
     dtype: torch.dtype
     moe: MoESpec | None = None
@@ -147,6 +150,7 @@ def _read_spec(raw: Mapping[str, Any]) -> ModelSpec:
         out_bias=family.out_bias(config),
         mlp_bias=family.mlp_bias(config),
         qk_norm=family.qk_norm,
+        sinks=family.sinks,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=_read_dtype(config),
         moe=_read_moe(family, config),

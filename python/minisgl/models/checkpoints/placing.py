@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ from minisgl.layers.fp8 import Fp8Weight
 from minisgl.models.checkpoints.base import Encoding, Pieces, Stored
 from minisgl.models.checkpoints.files import TensorView, read_tensor
 from minisgl.models.checkpoints.fp8_block import Fp8Encoding
-from minisgl.models.slices import read_expert, read_part
+from minisgl.models.family import Arrangement
+from minisgl.models.slices import MemoryView, read_expert, read_part
 from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.formats.native import NativeFormat
 from minisgl.moe.store import ExpertStore
@@ -122,10 +124,15 @@ def _put_fp8(place: Fp8Weight, part: tuple[int, Shard] | None, weight: Stored, p
     place.scale_NG.copy_(scale_NG.expand(place.scale_NG.shape))
 
 
-def read_expert_weight(weight: Stored, part: str, shard: ExpertShard) -> Pieces:
-    """Pieces of one expert's weight; of a plain one only this rank's part."""
+def read_expert_weight(
+    weight: Stored, part: str, shard: ExpertShard, arrangement: Arrangement | None = None
+) -> Pieces:
+    """Pieces of one expert's weight; of a plain one only this rank's part, arranged as the engine has it."""
     if weight.encoding is None:
-        return {"weight": read_expert(TensorView(weight.first), part, False, shard)}
+        view: Any = TensorView(weight.first)
+        if arrangement is not None:
+            view = MemoryView(arrangement.undo(read_tensor(weight.first), part))
+        return {"weight": read_expert(view, part, False, shard)}
     return {role: read_tensor(header) for role, header in weight.pieces.items()}
 
 

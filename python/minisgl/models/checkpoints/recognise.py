@@ -98,7 +98,8 @@ def stored_experts(folder: Path, shape: ExpertShape) -> ExpertChoice | None:
             return None
         if not any(folder.glob("*.safetensors")):
             return encodings[0].expert_choice(shape)
-    experts = [weight for weight in open_checkpoint(folder).weights if ".experts." in weight.name]
+    weights = open_checkpoint(folder).weights
+    experts = [w for w in weights if ".experts." in w.name and not w.name.endswith("bias")]
     if not experts:
         return None
     (encoding, _), *_ = Counter(weight.encoding for weight in experts).most_common(1)
