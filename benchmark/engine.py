@@ -4,11 +4,13 @@
     python benchmark/engine.py --shape qwen3-30b-a3b --batch 1,8,64,256
     python benchmark/engine.py --shape qwen3-30b-a3b --prefill 8192 --profile trace.json.gz
     python benchmark/engine.py --shape qwen3-30b-a3b --layers 12 --compare transformers
+    python benchmark/engine.py --shape qwen3-30b-a3b --batch 1,64,256 --prefill 8192 --tp 2 --ep 2 --scaling
 
 Prints one row a batch size: time to compute the prompts, time of a decode step (median), tokens/s, and beside it the time that
 reading the active weights and the KV cache once would take at the bandwidth measured in the same run. Appends a JSON line to
 benchmark/results/engine.jsonl. --prefill times one prompt beside the bf16 peak of the same run; --profile says where decode
 steps of the first batch size spend their time; --compare runs transformers on the same shape afterwards, in its own process.
+--scaling measures one rank before the N of --tp: their efficiency is its time against N times theirs.
 """
 
 from __future__ import annotations
@@ -250,6 +252,27 @@ def measure_engine(args: argparse.Namespace, model: str, console: Console) -> di
     return record
 
 
+def efficiencies(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """Of a record with "one_rank": what was timed, seconds on one rank and on all; efficiency 1 is `ranks` times as fast."""
+    one, pairs = found["one_rank"], []
+    for row, alone in zip(found["rows"], one["rows"]):
+        pairs.append((f"decode step, batch {row['batch']}", alone["step_s"], row["step_s"]))
+    if "prompt" in found:
+        prompt, alone = found["prompt"], one["prompt"]
+        pairs.append((f"prompt of {prompt['tokens']} tokens", alone["seconds"], prompt["seconds"]))
+    return [
+        {"what": what, "one_rank_s": alone, "s": all_s, "efficiency": alone / (ranks * all_s)}
+        for what, alone, all_s in pairs
+    ]
+
+
+def give_back() -> None:
+    """Device memory of an engine that was closed."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def results_table(rows: list[dict[str, Any]], num_input: int) -> Table:
     """One row a batch size."""
     table = Table(
@@ -277,12 +300,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = str(shape_folder(args.shape, args.layers)) if args.shape else args.model
     console = Console(stderr=args.json)
     record = {"case": {k: v for k, v in vars(args).items() if k != "json"}}
+    if args.scaling:
+        alone = argparse.Namespace(**{**vars(args), "tp": 1, "ep": 1, "profile": None})
+        record["one_rank"] = measure_engine(alone, model, console)
+        give_back()
     record |= measure_engine(args, model, console)
     rows = record["rows"]
     if args.compare:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back()
         record["peer"] = compare(args, model, rows)
     console.print(results_table(rows, args.input))
     if prompt := record.get("prompt"):
@@ -293,6 +318,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         console.print(
             f"prompt of {prompt['tokens']} tokens: {prompt['seconds'] * 1e3:.1f} ms, {prompt['tflops']:.1f} TFLOP/s{of_peak}"
         )
+    if args.scaling:
+        record["scaling"] = efficiencies(record, args.tp)
+        for row in record["scaling"]:
+            times = f"{row['one_rank_s'] * 1e3:.2f} ms on one rank, {row['s'] * 1e3:.2f} on {args.tp}"
+            console.print(f"{row['what']}: {times}, efficiency {row['efficiency']:.0%}")
     append_record("engine", record)
     if args.json:
         print(json.dumps(record))
@@ -309,7 +339,10 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", help="expert format")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tp", type=int, default=1, help="ranks; their bound is that of one GPU")
-    parser.add_argument("--ep", type=int, default=1, help="1, or --tp for whole experts a rank")
+    parser.add_argument(
+        "--ep", "--expert-parallel-size", type=int, default=1, help="1, or --tp for whole experts a rank"
+    )
+    parser.add_argument("--scaling", action="store_true", help="measure one rank first, to compare --tp with")
     parser.add_argument("--dispatch", default="auto", help="as --moe-ep-dispatch")
     parser.add_argument("--batch", default="1,8", help="batch sizes, comma separated")
     parser.add_argument("--input", type=int, default=128, help="prompt tokens")
@@ -323,6 +356,8 @@ def main() -> None:
     parser.add_argument("--compare-seconds", type=float, default=240.0, help="it is stopped after so long")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     args = parser.parse_args()
+    if args.scaling and args.tp == 1:
+        parser.error("--scaling compares ranks with one: give it --tp 2 or more")
     if args.compare and (not args.shape or args.tp > 1):
         parser.error("--compare builds a model of random weights on one GPU: give it --shape, and no --tp")
     run(args)
