@@ -12,12 +12,15 @@ benchmark/results/attention.jsonl.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -212,14 +215,18 @@ def extend_tiles(problem: AttentionProblem, rows: int) -> Iterator[ExtendTile]:
     base = choose_extend_tile(problem, rows, limits_of(CUDA))
     yield base
     for m, n, warps, stages in (
-        (64, 64, 4, 2),
         (64, 64, 4, 3),
-        (128, 64, 8, 2),
-        (128, 64, 4, 2),
         (128, 128, 8, 2),
+        (128, 64, 8, 2),
+        (256, 64, 16, 2),
+        (256, 32, 16, 3),
+        (64, 64, 4, 2),
+        (128, 64, 8, 4),
         (64, 128, 4, 2),
+        (256, 32, 8, 3),
+        (128, 128, 8, 3),
+        (128, 64, 4, 2),
         (128, 32, 8, 3),
-        (128, 32, 4, 3),
     ):
         yield ExtendTile(m, n, warps, stages)
 
@@ -234,13 +241,45 @@ def variations(base: Any, choices: dict[str, tuple[int, ...]]) -> Iterator[Any]:
                     yield dataclasses.replace(base, **dict(zip(names, values)))
 
 
+def compile_tiles(problem: AttentionProblem, works: list[Work], tiles: list[Any]) -> None:
+    """What a worker of `compile_ahead` does: one forward a tile and work, on a pool that holds next to nothing."""
+    for work in works:
+        small = Work(work.batch, min(work.q_len, 64), min(work.kv_len, 64))
+        pool = Pool(problem, small.batch * small.kv_len)
+        batch, q_THC = pool.batches(small)[0], pool.queries(small)
+        for tile in tiles:
+            decode, extend = (tile, None) if isinstance(tile, DecodeTile) else (None, tile)
+            backend = TritonAttention(decode, extend)
+            with contextlib.suppress(Exception):  # the same error will show where the tile is timed
+                backend.forward(q_THC, pool.cache, batch, backend.plan(problem, batch), problem)
+
+
+def compile_ahead(problem: AttentionProblem, works: list[Work], tiles: list[Any], seconds: float) -> None:
+    """Fill Triton's cache on disk from several processes, for at most so long: a tile takes seconds to compile."""
+    workers = min(12, os.cpu_count() or 1)
+    batches = list({work.batch: work for work in works}.values())
+    context, deadline = get_context("spawn"), time.monotonic() + seconds
+    processes = [
+        context.Process(target=compile_tiles, args=(problem, batches, tiles[n::workers]), daemon=True)
+        for n in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            process.terminate()
+
+
 def sweep(pool: Pool, works: list[Work], seconds: float, shape: str) -> None:
     """Time tiles on all works of one kind, breadth first, until the time is up; print and record the ten best by total."""
     problem, started, found = pool.problem, time.monotonic(), []
     decode = works[0].q_len == 1
     prepared = [(work, pool.batches(work), pool.queries(work)) for work in works]
     rows = max(work.q_len for work in works) * problem.group_size
-    for tile in decode_tiles(problem) if decode else extend_tiles(problem, rows):
+    tiles = list(decode_tiles(problem) if decode else extend_tiles(problem, rows))
+    compile_ahead(problem, works, tiles, seconds / 2)
+    for tile in tiles:
         if time.monotonic() - started > seconds:
             print(f"time is up after {len(found)} tiles")
             break
