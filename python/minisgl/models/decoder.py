@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         storage: DenseStorage | None = None,
     ) -> None:
         super().__init__()
-        self.spec, self.device, self.dtype = spec, device, dtype
+        self.spec, self.device, self.dtype, self.group = spec, device, dtype, group
         self.storage = storage = storage or DenseStorage()
         problems = layer_problems(spec, page_size, dtype, group)
         self.backends = {problem: attention(problem) for problem in dict.fromkeys(problems)}

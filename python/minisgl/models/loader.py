@@ -38,8 +38,10 @@ from minisgl.models.checkpoints.placing import Changes, put_dense, put_expert, r
 from minisgl.models.checkpoints.readahead import read_ahead
 from minisgl.models.checkpoints.recognise import Checkpoint, open_checkpoint
 from minisgl.models.decoder import Decoder
+from minisgl.models.experts import expert_shape
 from minisgl.models.family import TOP_NAMES
 from minisgl.models.spec import ModelSpec
+from minisgl.moe.formats.int4 import Int4Format
 from minisgl.moe.store.shard import ExpertShard
 from minisgl.parallel import Shard
 
@@ -128,8 +130,9 @@ def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
     start = time.monotonic()
     checkpoint, placer = open_checkpoint(folder), Placer(decoder)
     work, layers = match_weights(checkpoint, decoder), decoder.moe_layers()
+    is_first = decoder.group.rank == 0
     records = checkpoint.manifest.total_bytes if checkpoint.manifest is not None else 0
-    with _progress(sum(weight.num_bytes for weight, _ in work) + records) as advance:
+    with _progress(sum(weight.num_bytes for weight, _ in work) + records, is_first) as advance:
         spans, others = placer.split(work)
         num_bytes = read_spans(spans, advance)
         for (weight, target), pieces in read_ahead(others, placer.read, lambda job: job[0].num_bytes):
@@ -146,11 +149,27 @@ def load_weights(decoder: Decoder, folder: Path) -> LoadReport:
     report = LoadReport(len(work), num_bytes, time.monotonic() - start)
     if report.seconds > WORTH_A_LINE_S:
         logger.info("%s", report)
-    if report.seconds > WORTH_CONVERTING_S and placer.changes.num_quantized:
-        logger.info(
-            "the experts were quantized while they loaded: `minisgl convert` keeps the result, and loads faster"
-        )
+    if (hint := converting_hint(decoder, folder, report, placer.changes)) and is_first:
+        logger.warning("%s", hint)  # a warning, because nobody sees less from a server's engine process
     return report
+
+
+def converting_hint(decoder: Decoder, folder: Path, report: LoadReport, changes: Changes) -> str | None:
+    """How the next start would be faster; None after a load that was quick, or that converting would not shorten."""
+    moe = decoder.spec.moe
+    if moe is None or report.seconds < WORTH_CONVERTING_S or not (changes.num_quantized or changes.reasons):
+        return None
+    experts = next(iter(decoder.moe_layers().values())).store.format
+    name, group = experts.name, ""
+    if isinstance(experts, Int4Format):
+        name = "int4" if experts.symmetric else "int4_asym"
+        group = f" --moe-quantization-group-size {experts.group_size}"
+    record = experts.layout(expert_shape(decoder.spec)).nbytes
+    size = record * moe.num_experts * len(moe.sparse_layers) + sum(decoder.num_bytes())
+    return (
+        f"{report}, and quantized experts on the way. `minisgl convert --model {folder} --moe-expert-quantization {name}"
+        f"{group} --out DIR` does that once: later starts read {size / 1e9:.2f} GB and compute nothing"
+    )
 
 
 def fill_dummy_weights(decoder: Decoder, seed: int = 0, std: float = 0.02) -> None:
@@ -307,9 +326,9 @@ def naming(weight: Stored) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar with GB/s on a terminal; yields advance(bytes)."""
-    if not sys.stderr.isatty():
+def _progress(total: int, is_shown: bool) -> Iterator[Any]:
+    """A bar with GB/s and the time that is left, on a terminal; yields advance(bytes)."""
+    if not (is_shown and sys.stderr.isatty()):
         yield lambda num_bytes: None
         return
     columns = (

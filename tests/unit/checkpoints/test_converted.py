@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl import LLM, SamplingParams
 from minisgl.convert import add_convert_arguments, run_convert
-from minisgl.models import converting
+from minisgl.models import converting, loader
 from minisgl.models.checkpoints import ExpertChoice
 from minisgl.models.checkpoints.converted import DENSE, MANIFEST, check_sums, load_records, read_manifest
 from minisgl.models.converting import convert
@@ -26,7 +26,6 @@ from minisgl.moe.formats import get_format
 from minisgl.moe.store import ResidentStore
 from minisgl.moe.store.shard import ExpertShard, ExpertSpread
 from minisgl.parallel import Shard
-from minisgl.planner.command import checkpoint_bytes
 from minisgl.planner.numbers import read_numbers
 from tests.checkpoint_writers import gptq_config, gptq_encoder, quantize_folder
 from tests.e2e.model_factory import make_model, make_prompts
@@ -102,7 +101,6 @@ def test_a_quantized_checkpoint_keeps_its_bits(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "minisgl", "format": "int4", "group_size": 32}
     assert read_numbers(config).stored_format == "int4"
-    assert checkpoint_bytes(tmp_path / "out") > 0
     (tmp_path / "out" / MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"a converted model without its minisgl.json: convert it again"):
         loaded(tmp_path / "out", choice)
@@ -178,6 +176,45 @@ def test_a_part_that_ends_inside_of_a_block_is_refused(source: Path, tmp_path: P
         ValueError, match="ends inside of a block of weights that share a scale: use --expert"
     ):
         load_records(tmp_path / "out", manifest, {1: (store, half)}, lambda n: None)
+
+
+# --- when it would help ------------------------------------------------------------------------------------------------
+
+
+def hints(caplog) -> list[str]:
+    found = [r.getMessage() for r in caplog.records if "minisgl convert" in r.getMessage()]
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    "choice", [ExpertChoice("int4", 64), ExpertChoice("int4_asym", 32), ExpertChoice("fp8")]
+)
+def test_a_slow_load_names_the_command_that_makes_it_fast(
+    source: Path, tmp_path: Path, monkeypatch, caplog, choice: ExpertChoice
+) -> None:
+    loaded(source, choice)
+    assert not hints(caplog), "a quick load is no reason"
+    monkeypatch.setattr(loader, "WORTH_CONVERTING_S", 0.0)
+    streamed = loaded(source, choice)
+    (hint,) = hints(caplog)
+    words = hint.split("`")[1].replace("DIR", str(tmp_path / "out")).split()
+    assert words[:2] == ["minisgl", "convert"] and command(*words[2:]) == 0
+    assert_same(loaded(tmp_path / "out", choice), streamed)
+    size = sum(entry.num_bytes for entry in read_manifest(tmp_path / "out").files.values())  # type: ignore[union-attr]
+    assert f"later starts read {size / 1e9:.2f} GB" in hint
+    loaded(source, ExpertChoice("none"))
+    assert not hints(caplog), "nothing that could be kept, and nothing to keep"
+
+
+def test_a_process_without_logging_says_it_too(source: Path) -> None:
+    """As `serve`'s engine process is, and `generate`."""
+    code = (
+        "from minisgl.models import loader; loader.WORTH_CONVERTING_S = 0; from minisgl import LLM;"
+        f"LLM({str(source)!r}, device='cpu', num_pages=20, moe_expert_quantization='int8')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_environment())
+    assert "`minisgl convert --model" in result.stderr, result.stderr
 
 
 # --- damage --------------------------------------------------------------------------------------------------------
