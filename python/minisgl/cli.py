@@ -7,6 +7,7 @@ that a user can mend are one line and exit code 2; a model that does not fit is 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,4 +126,5 @@ def _explained(error: ValueError, args: argparse.Namespace, command: str) -> str
     memory = import_module("minisgl.engine.memory")
     if not isinstance(error, memory.DoesNotFit):
         return str(error)
-    return import_module("minisgl.planner").explain_misfit(error, engine_options(args), command=command)
+    words = " ".join([command, *map(shlex.quote, getattr(args, "prompt", []))])
+    return import_module("minisgl.planner").explain_misfit(error, engine_options(args), command=words)

@@ -71,7 +71,7 @@ def load(
     if not options["model"]:
         raise ValueError("no model was named: give --model PATH, a hub id, or --model demo")
     if getattr(args, "auto", False):
-        options = apply_auto(options, console)
+        options = apply_auto(options, console, command="generate")
     llm = LLM(record_routing=record_routing, **options)
     for decision in llm.decisions:
         console.print(f"[dim]{decision.flag} {decision.value}: {decision.reason}[/]", highlight=False)

@@ -15,10 +15,12 @@ from typing import Any
 from minisgl.config import EngineConfig
 from minisgl.core import FinishReason, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprobs
 from minisgl.engine.engine import Engine
+from minisgl.engine.memory import DoesNotFit
 from minisgl.engine.worker import follow
 from minisgl.models.registry import resolve_model
 from minisgl.moe.store import CacheCounters
 from minisgl.moe.trace import RoutingTrace
+from minisgl.planner import explain_misfit
 from minisgl.resolve import Decision
 from minisgl.scheduler.build import build_scheduler
 from minisgl.scheduler.scheduler import SchedulerStats
@@ -96,7 +98,8 @@ class LLM:
     own that scores cached prefixes. record_routing: keep which experts every token used in `trace` (slower: no CUDA graphs).
     With tensor_parallel_size=N the other ranks are child processes, or, under torchrun, the same program: there this call
     serves rank 0 until that closes, and then leaves by SystemExit(0). Call `close` when done, or use `with`.
-    Raises ValueError, with the remedy, for anything that cannot work, and EngineLost where a rank fails.
+    Raises ValueError, with the remedy, for anything that cannot work (DoesNotFit, with what would, where memory is short), and
+    EngineLost where a rank fails.
     """
 
     def __init__(
@@ -111,7 +114,11 @@ class LLM:
             weights=not requested.model.dummy_weight,
             offline=requested.model.offline,
         )
-        self.engine = Engine(requested, folder, record_routing=record_routing)
+        try:
+            self.engine = Engine(requested, folder, record_routing=record_routing)
+        except DoesNotFit as error:
+            plan = explain_misfit(error, {"model": model, **options}, command="LLM")
+            raise error.explained(plan) from error
         if self.engine.ranks.is_follower:
             follow(self.engine)
             raise SystemExit(0)

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2] / "python" / "minisgl"
 RANKS = {
     "core": 0, "eviction": 0, "flags": 0, "text": 1, "config": 1, "resolve": 2, "parallel": 2,
     "attention": 3, "kvcache": 3, "moe": 3, "layers": 4, "models": 5, "engine": 6, "scheduler": 7,
-    "llm": 8, "planner": 8, "convert": 8, "server": 9, "generate": 9, "tune": 9, "demo": 10, "cli": 11,
-    "__main__": 12, "__init__": 12,
+    "planner": 8, "llm": 9, "convert": 9, "server": 10, "generate": 10, "tune": 10, "demo": 11, "cli": 12,
+    "__main__": 13, "__init__": 13,
 }  # fmt: skip
 MAX_FILE, MAX_FUNCTION, MAX_JITTED, MAX_PARAMETERS = 400, 60, 120, 8
 FILES = sorted(ROOT.rglob("*.py"))

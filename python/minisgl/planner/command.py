@@ -11,35 +11,23 @@ from typing import Any
 
 from rich.console import Console
 
-from minisgl.config import EngineConfig
-from minisgl.flags import add_flags, iter_flags, parse_bytes
-from minisgl.models.checkpoints import read_headers
+from minisgl.config import add_engine_flags, engine_options
+from minisgl.flags import parse_bytes
 from minisgl.models.registry import resolve_model
-from minisgl.planner.machine import Machine, named_machine, pinnable, this_machine
+from minisgl.moe.store.pinned import gather_host_facts
+from minisgl.planner.breakdown import stored_bytes
+from minisgl.planner.candidates import make_plan
+from minisgl.planner.machine import Machine, limited, named_machine, pinnable, this_machine
 from minisgl.planner.numbers import read_numbers
-from minisgl.planner.plan import Request, make_plan
+from minisgl.planner.plan import Request
 from minisgl.planner.predict import SHARES
 from minisgl.planner.report import plan_dict, print_plan
 from minisgl.planner.units import parse_count
 
-PINNED_OPTIONS = (
-    "moe_expert_quantization", "moe_quantization_group_size", "dtype", "device", "memory_ratio", "page_size",
-    "max_prefill_length", "max_running_requests", "cuda_graph_max_bs",
-)  # fmt: skip
-"""Engine options that `plan` takes too; given ones are kept as they are."""
-
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `minisgl plan`."""
+    """Flags of `minisgl plan`: those of the machine and the request, and the engine's, which are kept as given."""
     add = parser.add_argument
-    add("--model", "--model-path", required=True, help="folder, config.json, hub id, or a bundled name")
-    add(
-        "--model-source",
-        default="huggingface",
-        choices=("huggingface", "modelscope"),
-        help="hub an id refers to",
-    )
-    add("--revision", default=None, help="branch, tag or commit of a hub model")
     add("--gpu", default=None, help='plan for this card instead of this machine, e.g. "RTX 5070"')
     add("--gpu-memory", default=None, help="memory of the card, e.g. 12GiB (default: all of it)")
     add(
@@ -50,46 +38,44 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link-gbps", default="auto", help="host to device in GB/s; auto measures it, or takes the card's")
     add("--context", type=int, default=32_768, help="tokens of a request, prompt and answer (default 32768)")
     add("--concurrency", type=int, default=1, help="requests of that length at the same time (default 1)")
-    add("--tp", type=int, default=1, dest="num_ranks", help="GPUs that share the model")
-    add(
-        "--expert-parallel",
-        action="store_true",
-        help="with --tp: whole experts a GPU instead of a slice of each",
-    )
     add("--json", action="store_true", help="print JSON")
-    fields = {item.name: item for _, item in iter_flags(EngineConfig)}
-    add_flags(parser, [fields[name] for name in PINNED_OPTIONS], "options to keep as they are")
+    add_engine_flags(parser)
 
 
 def run_plan(args: argparse.Namespace) -> int:
     """Plan and print. Exit code 0 if something that this version runs fits, 1 if not; ValueError for bad input."""
-    config, folder = read_config(args.model, args.model_source, args.revision)
-    request = Request(
-        model=args.model,
-        context=parse_count(args.context, "--context"),
-        concurrency=parse_count(args.concurrency, "--concurrency"),
-        given={name: getattr(args, name) for name in PINNED_OPTIONS if hasattr(args, name)},
-        num_ranks=parse_count(args.num_ranks, "--tp"),
-        expert_parallel=args.expert_parallel,
-    )
-    plan = make_plan(read_numbers(config), machine_of(args), request)
-    on_disk = checkpoint_bytes(folder) if folder else None
+    given = engine_options(args)
+    model = given.pop("model", "")
+    if not model:
+        raise ValueError("no model was named: give --model PATH, a config.json, a hub id, or --model demo")
+    context = parse_count(args.context, "--context")
+    concurrency = parse_count(args.concurrency, "--concurrency")
+    config, folder = read_config(model, given)
+    request = Request(model, context, concurrency, given)
+    plan = make_plan(read_numbers(config, folder), machine_of(args, given), request)
+    stored = stored_bytes(folder) if folder else None
     if args.json:
-        print(json.dumps({**plan_dict(plan), "checkpoint_bytes": on_disk}, indent=2))
+        print(json.dumps({**plan_dict(plan), "checkpoint_bytes": stored}, indent=2))
     else:
-        console = Console()
-        print_plan(plan, console)
-        if on_disk:
-            console.print(f"[dim]the checkpoint on disk has {on_disk / 2**30:,.2f} GiB[/]", highlight=False)
+        print_plan(plan, Console(), stored)
     return 0 if plan.recommended else 1
 
 
-def read_config(model: str, source: str, revision: str | None) -> tuple[Mapping[str, Any], Path | None]:
-    """(config.json as a dictionary, the model's folder if it is one). Of a hub model only text files are fetched."""
+def read_config(model: str, options: Mapping[str, Any]) -> tuple[Mapping[str, Any], Path | None]:
+    """(config.json as a dictionary, the model's folder if it is one). Of a hub model only text files are fetched.
+
+    options: engine options; of these the hub, the revision and --offline count.
+    """
     path = Path(model).expanduser()
     folder = None
     if not path.is_file():
-        folder = resolve_model(model, source, revision, weights=False)
+        folder = resolve_model(
+            model,
+            options.get("model_source", "huggingface"),
+            options.get("revision"),
+            weights=False,
+            offline=bool(options.get("offline")),
+        )
         path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -102,23 +88,7 @@ def read_config(model: str, source: str, revision: str | None) -> tuple[Mapping[
     return config, folder
 
 
-def checkpoint_bytes(folder: Path) -> int | None:
-    """Exact bytes of all tensors in a folder's safetensors, whatever their types, from their headers; None without weights.
-
-    A file is 8 bytes that give the length of the header, the header, and the tensors back to back (safetensors' format).
-    """
-    if not any(folder.glob("*.safetensors")):
-        return None
-    files = {header.file for header in read_headers(folder)}
-    return sum(file.stat().st_size - 8 - int.from_bytes(_first_bytes(file, 8), "little") for file in files)
-
-
-def _first_bytes(file: Path, count: int) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(count)
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
+def machine_of(args: argparse.Namespace, given: Mapping[str, Any]) -> Machine:
     """The machine that the flags describe: this one, with what was said about it, or a named one."""
     gpu_bytes = parse_bytes(args.gpu_memory, "--gpu-memory") if args.gpu_memory else None
     host_bytes = parse_bytes(args.host_memory, "--host-memory") if args.host_memory else None
@@ -126,12 +96,15 @@ def machine_of(args: argparse.Namespace) -> Machine:
     machine = None
     if args.gpu is None:
         machine = this_machine()
-        if gpu_bytes and machine.gpu:
-            machine = replace(machine, gpu_bytes=gpu_bytes)
+        if gpu_bytes:
+            machine = limited(machine, gpu_bytes)
         if host_bytes:
-            machine = replace(machine, host_bytes=host_bytes, pinnable_bytes=pinnable(host_bytes))
+            facts = replace(gather_host_facts(), total=host_bytes, available=host_bytes)
+            machine = replace(machine, host_bytes=host_bytes, pinnable_bytes=pinnable(facts))
     if machine is None or (gpu_bytes and not machine.gpu):
         machine = named_machine(args.gpu, gpu_bytes, host_bytes, SHARES)
+    if limit := given.get("gpu_memory_limit"):
+        machine = limited(machine, parse_bytes(limit, "--gpu-memory-limit"))
     return machine if link is None else replace(machine, link_gbps=link)
 
 

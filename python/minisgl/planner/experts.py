@@ -38,7 +38,8 @@ class Balance:
     @property
     def flags(self) -> str:
         """The command-line flags that ask for it."""
-        words = [f"--expert-parallel-size {self.spread.num_ranks} --moe-expert-placement {self.spread.kind}"]
+        ranks = f"--tp {self.spread.num_ranks} --expert-parallel-size {self.spread.num_ranks}"
+        words = [f"{ranks} --moe-expert-placement {self.spread.kind}"]
         if self.spread.replicated:
             words.append(f"--moe-replicated-experts {','.join(map(str, self.spread.replicated))}")
         return " ".join(words)

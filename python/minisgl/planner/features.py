@@ -18,9 +18,9 @@ class Feature:
 
 
 FEATURES: dict[str, Feature] = {
-    "expert-offload": Feature(False, "--moe-expert-offload was not measured on a GPU yet"),
-    "tensor-parallel": Feature(False, "--tp was not run on several GPUs yet"),
-    "expert-parallel": Feature(False, "--expert-parallel-size was not run on several GPUs yet"),
+    "expert-offload": Feature(True, "no experts in host memory in this version"),
+    "tensor-parallel": Feature(True, "no --tp in this version"),
+    "expert-parallel": Feature(True, "no --expert-parallel-size in this version"),
     "quantized-checkpoint": Feature(True, "no quantized checkpoints in this version"),
 }
 

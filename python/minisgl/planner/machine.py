@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-from minisgl.engine.memory import CONTEXT_BYTES, GIB, available_host_bytes
+from minisgl.engine.memory import CONTEXT_BYTES, GIB
+from minisgl.moe.store.pinned import HostFacts, gather_host_facts, pin_budget
 from minisgl.planner.gpus import Gpu, find_gpu
 
-PIN_SHARE = 0.9  # of available host memory that may be page-locked on a Linux host
-WSL_PIN_SHARE = 0.5  # of all host memory: what WSL2 and Windows lock
 PROBE_SECONDS = 0.2
 FALLBACK_GPU = Gpu("a GPU of unknown speed", 0, 500, 50, 31.5, (8, 6))
 
@@ -27,7 +25,8 @@ class Machine:
     gpu: its name, None without one. gpu_bytes: all of its memory; gpu_used: what the CUDA context and others hold.
     read_gbps: what a kernel gets when it reads device memory. link_gbps: host to device from pinned memory by the copy engine.
     host_bytes: available without swapping; pinnable_bytes: of these, what may be page-locked. host_read_gbps, host_tflops: of
-    PyTorch on the CPU, 0 where unknown. measured: False for numbers from data sheets. notes: where numbers come from.
+    PyTorch on the CPU, 0 where unknown. num_gpus: how many there are of these. measured: False for numbers from data sheets.
+    notes: where numbers come from.
     """
 
     gpu: str | None
@@ -41,6 +40,7 @@ class Machine:
     pinnable_bytes: int
     host_read_gbps: float
     host_tflops: float
+    num_gpus: int = 1
     measured: bool = False
     notes: tuple[str, ...] = ()
 
@@ -63,7 +63,8 @@ def named_machine(
     ValueError for an unknown name.
     """
     gpu = find_gpu(name) if name else FALLBACK_GPU
-    host = host_bytes or available_host_bytes()
+    here = gather_host_facts()
+    host = host_bytes or here.available
     rates = (
         f"rates of {gpu.name} are shares of its data sheet, and its link is taken to be as wide as the card's"
     )
@@ -78,7 +79,7 @@ def named_machine(
         tflops=gpu.tflops * shares.matmul,
         link_gbps=gpu.link_gbps * shares.link,
         host_bytes=host,
-        pinnable_bytes=pinnable(host),
+        pinnable_bytes=pinnable(replace(here, total=host, available=host) if host_bytes else here),
         host_read_gbps=0.0,
         host_tflops=0.0,
         notes=(rates,),
@@ -86,8 +87,9 @@ def named_machine(
 
 
 def this_machine(measure: bool = True) -> Machine:
-    """What is here. measure: time copies and products for about half a second in all, else rates are zero."""
-    host = available_host_bytes()
+    """What is here. measure: time copies and products for about half a second in all, once a process, else rates are zero."""
+    host = gather_host_facts()
+    read, flops = _host_rates() if measure else (0.0, 0.0)
     machine = Machine(
         gpu=None,
         gpu_bytes=0,
@@ -96,10 +98,10 @@ def this_machine(measure: bool = True) -> Machine:
         read_gbps=0.0,
         tflops=0.0,
         link_gbps=0.0,
-        host_bytes=host,
+        host_bytes=host.available,
         pinnable_bytes=pinnable(host),
-        host_read_gbps=_host_read_gbps() if measure else 0.0,
-        host_tflops=_host_tflops() if measure else 0.0,
+        host_read_gbps=read,
+        host_tflops=flops,
         measured=True,
         notes=("measured here",) if measure else (),
     )
@@ -112,32 +114,41 @@ def this_machine(measure: bool = True) -> Machine:
         gpu_bytes=total,
         gpu_used=total - free - torch.cuda.memory_reserved(),
         capability=torch.cuda.get_device_capability(),
+        num_gpus=torch.cuda.device_count(),
     )
     if not measure:
         return machine
-    return replace(machine, read_gbps=_device_gbps(free), tflops=_device_tflops(), link_gbps=measure_link())
+    read, flops, link = _device_rates()
+    return replace(machine, read_gbps=read, tflops=flops, link_gbps=link)
 
 
-def limited(machine: Machine, gpu_memory_limit: int) -> Machine:
-    """The machine as --gpu-memory-limit makes it look; ValueError if it has no GPU, or a smaller one."""
-    if machine.gpu is None or gpu_memory_limit > machine.gpu_bytes:
-        has = f"the GPU has {machine.gpu_bytes / GIB:.2f}" if machine.gpu else "there is no GPU"
-        raise ValueError(f"--gpu-memory-limit of {gpu_memory_limit / GIB:.2f} GiB: {has}; leave it out")
-    return replace(machine, gpu_bytes=gpu_memory_limit, gpu_used=min(machine.gpu_used, CONTEXT_BYTES))
+def limited(machine: Machine, gpu_bytes: int) -> Machine:
+    """The same machine with a card of `gpu_bytes`, which is this process's alone (`engine.memory.cuda_budget`)."""
+    if machine.gpu is None:
+        return machine
+    free = machine.gpu_bytes - machine.gpu_used
+    used = max(CONTEXT_BYTES, gpu_bytes - free)
+    return replace(machine, gpu_bytes=gpu_bytes, gpu_used=used)
 
 
-def pinnable(available: int) -> int:
-    """Bytes of host memory that may be page-locked: most of it on Linux, about half of all RAM on WSL2 and Windows."""
-    if platform.system() == "Windows" or "microsoft" in platform.release().lower():
-        return min(available, int(_total_host_bytes(available) * WSL_PIN_SHARE))
-    return int(available * PIN_SHARE)
+def pinnable(host: HostFacts) -> int:
+    """Bytes of host memory that may be page-locked, as the engine decides it (`moe.store.pinned.pin_budget`): all that is
+    available but 2 GiB on Linux, and at most half of all on WSL2.
+    """
+    return min(pin_budget(amount, host)[0] for amount in (host.available, host.total))
 
 
-def _total_host_bytes(fallback: int) -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return fallback
+@cache
+def _host_rates() -> tuple[float, float]:
+    return _host_read_gbps(), _host_tflops()
+
+
+@cache
+def _device_rates() -> tuple[float, float, float]:
+    """(GB/s, TFLOP/s, GB/s of the link). The probes' memory is given back: whoever asks may be about to fill the device."""
+    rates = _device_gbps(torch.cuda.mem_get_info()[0]), _device_tflops(), measure_link()
+    torch.cuda.empty_cache()
+    return rates
 
 
 def measure_link(num_bytes: int = 2**26) -> float:

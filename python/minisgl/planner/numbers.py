@@ -10,11 +10,13 @@ Layers of multi-token prediction are left out: decoding doesn't use them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from minisgl.models.checkpoints import ExpertChoice, find_encodings, stored_experts
 from minisgl.models.checkpoints.converted import METHOD
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import FAMILIES, ModelSpec
@@ -46,7 +48,6 @@ _UNREAD = {
     "audio_config": "the audio tower",
     "mamba_d_state": "Mamba layers",
 }
-_STORED_FORMATS = {"fp8": "fp8_block", "mxfp4": "mxfp4", "gptq": "int4", "awq": "int4"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ModelNumbers:
 
     served: None if the engine runs it, else the reason in words. unknown: parts that the sizes do not count.
     stored_format: expert format of a quantized checkpoint ("fp8_block", "mxfp4", "int4", or its method if that is none of
-    ours), None for plain weights.
+    ours), None for plain weights; stored_group: the group size of int4.
     """
 
     sizes: ModelSizes
@@ -64,42 +65,56 @@ class ModelNumbers:
     served: str | None = None
     unknown: tuple[str, ...] = ()
     stored_format: str | None = None
+    stored_group: int = 128
 
 
-def read_numbers(config: Config) -> ModelNumbers:
-    """Sizes of the model that this config.json dictionary describes. ValueError for missing fields and impossible numbers."""
+def read_numbers(config: Config, folder: Path | None = None) -> ModelNumbers:
+    """Sizes of the model that this config.json dictionary describes. ValueError for missing fields and impossible numbers.
+
+    folder: where its checkpoint is, if it is there; how the experts are stored is then read as the engine reads it.
+    """
     architecture = (config.get("architectures") or ["(unnamed)"])[0]
-    stored = _stored_format(config.get("quantization_config") or {})
     for key in EXPERT_KEYS:
         if config.get(key) == 0:
             raise ValueError(f"config.json: {key} is 0; a model without experts leaves the key out")
     if architecture in FAMILIES:
         spec = ModelSpec.from_config(config)
-        return ModelNumbers(model_sizes(spec), architecture, spec.dtype, stored_format=stored)
+        return _with_stored(ModelNumbers(model_sizes(spec), architecture, spec.dtype), config, folder)
     unknown = [what for key, what in _UNREAD.items() if config.get(key)]
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {**config, **text}
-    return ModelNumbers(
+    numbers = ModelNumbers(
         _tolerant_sizes(config, unknown),
         architecture,
         _dtype(config),
         f"{architecture} is not served by this version",
         tuple(unknown),
-        stored,
     )
+    return _with_stored(numbers, config, folder)
 
 
-def _stored_format(quantization: Config) -> str | None:
+def _with_stored(numbers: ModelNumbers, config: Config, folder: Path | None) -> ModelNumbers:
+    """The same, and how its experts are stored; a method that no encoding is for stands for itself."""
+    if (shape := numbers.sizes.expert) is None:
+        return numbers
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
     method = quantization.get("quant_method")
-    if method == "compressed-tensors":
-        known = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "fp8", (4, "float"): "mxfp4"}
-        for group in (quantization.get("config_groups") or {}).values():
-            weights: Config = group.get("weights") or {}
-            return known.get((weights.get("num_bits", 0), weights.get("type", "int")), method)
-    if method == METHOD:
-        return str(quantization.get("format"))
-    return _STORED_FORMATS.get(method, method) if method else None
+    try:
+        if folder is not None:
+            choice = stored_experts(folder, shape)
+        elif method == METHOD:
+            choice = ExpertChoice(str(quantization.get("format")), int(quantization.get("group_size", 128)))
+        else:
+            encodings = find_encodings(quantization or None)
+            choice = encodings[0].expert_choice(shape) if encodings else None
+    except ValueError:
+        if not method:
+            raise
+        return replace(numbers, stored_format=str(method))
+    if choice is None or choice.name == "none":
+        return numbers
+    return replace(numbers, stored_format=choice.name, stored_group=choice.group_size)
 
 
 def _tolerant_sizes(config: Config, unknown: list[str]) -> ModelSizes:

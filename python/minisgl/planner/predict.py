@@ -3,8 +3,9 @@
     decode   reading dense weights, the KV cache and K experts a layer; misses travel over the link while hits are computed
     prefill  every expert the chunk touches is read once; matrix products; experts that are not resident cross the link once
 
-Constants are measurements with a record in benchmark/results/limits.jsonl (`source` names its line); docs/planner.md says what
-the model leaves out. Rejected: fitting one efficiency a GPU. It hides what a card is bound by, and nobody can check it.
+Constants are measurements on an H200 with a record in benchmark/results: `source` names a line of limits.jsonl, or a file
+and the time of its line. docs/planner.md says what the model leaves out. Rejected: fitting one efficiency a GPU. It hides what
+a card is bound by, and nobody can check it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minisgl.engine.memory import Setup
+from minisgl.engine.memory import Setup, captured_batches, expert_cache_bytes
 from minisgl.models.sizes import ModelSizes
 from minisgl.planner.machine import DataSheetShares, Machine
 
@@ -20,18 +21,29 @@ H200_READ_TBPS, H200_READ_SHEET_TBPS = 4.43, 4.8  # source: hbm-read
 H200_MATMUL_TFLOPS, H200_MATMUL_SHEET_TFLOPS = 766.0, 989.0  # source: matmul-bf16
 LINK_COPY_GBPS, LINK_SHEET_GBPS = 54.9, 63.0  # source: pinned-h2d
 LINK_KERNEL_GBPS = 50.5  # source: pinned-read-in-graph
-MOE_LAYER_US = {
-    "none": 25.4,
-    "fp8": 17.7,
-    "int4": 20.5,
-}  # source: moe-layer-m1, one token, 8 of 128 experts, D 2048, F 768
-MOE_LAYER_BYTES = {"none": 8 * 9_437_184, "fp8": 8 * 4_732_928, "int4": 8 * 2_506_752}
-PEER_LAYER_US, PEER_LAYER_BYTES = (
-    82.0,
-    8 * 9_437_184 + 37_748_736,
-)  # source: peer-resident-step, MoE and attention together
-MOE_PREFILL_TFLOPS = 372.0  # source: moe-layer-m4096
+HOST_COPY_GBPS = 5.2  # source: host-copy
+LAUNCH_US = 11.0  # source: triton-launch
 CPU_LAYER_US = 800.0  # source: cpu-decode-layer
+
+# One MoE layer of Qwen3-30B-A3B, one token, and the bandwidth of the same run. source: moe.jsonl 2026-11-29T17:29:09+00:00
+MOE_LAYER_US = {"none": 23.47, "fp8": 17.19, "int8": 20.11}
+MOE_RUN_TBPS = 4.444
+# The shipped tiles of int4 at one token are those of the run before. source: moe.jsonl 2026-11-29T17:28:05+00:00
+INT4_LAYER_US, INT4_RUN_TBPS = 24.55, 4.414
+MOE_LAYER_BYTES = {
+    "none": 8 * 9_437_184,
+    "fp8": 8 * 4_732_928,
+    "int8": 8 * 4_732_928,
+    "int4": 8 * 2_506_752,
+}
+# The same layer for 4096 tokens, in TFLOP/s. source: moe.jsonl 2026-11-29T17:29:09+00:00
+MOE_PREFILL_TFLOPS = {"none": 417.5, "fp8": 609.4, "int8": 389.8, "int4": 333.4}
+# A decode step of that model at batch 1, bf16, all resident, and its bound: weights and KV once, at the bandwidth of the run.
+# source: engine.jsonl 2026-11-29T17:06:59+00:00
+STEP_MS, STEP_BOUND_MS, STEP_LAYERS = 2.741, 1.465, 48
+EAGER_LAUNCHES = (
+    16  # a layer, counted in layers/ and moe/: norms, products, attention, router, two waves of experts
+)
 
 SHARES = DataSheetShares(
     read=H200_READ_TBPS / H200_READ_SHEET_TBPS,
@@ -39,11 +51,11 @@ SHARES = DataSheetShares(
     link=LINK_COPY_GBPS / LINK_SHEET_GBPS,
 )
 LINK_KERNEL_SHARE = LINK_KERNEL_GBPS / LINK_COPY_GBPS
-MOE_PREFILL_SHARE = MOE_PREFILL_TFLOPS / H200_MATMUL_TFLOPS
 
 LOCAL_HITS = ((0, 0.0), (8, 0.366), (24, 0.741), (49, 0.894), (81, 0.962), (128, 1.0))
 """LRU hit rate of one layer of Qwen3-30B-A3B (128 experts, top-8) on real text, by slots. source: local-routing"""
 LOCAL_EXPERTS = 128
+ANSWER_TOKENS = 256  # of the answer by whose time set-ups are compared
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,11 @@ class Speed:
     decode_ms: float
     prefill_s: float
     hit_rate: float = 1.0
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds from the prompt to the end of an answer of ANSWER_TOKENS tokens: what set-ups are compared by."""
+        return self.prefill_s + ANSWER_TOKENS * self.decode_ms / 1e3
 
 
 def local_hit_rate(num_slots: int, num_experts: int, top_k: int) -> float:
@@ -79,16 +96,26 @@ def random_hit_rate(num_slots: int, num_experts: int, top_k: int) -> float:
     return 0.0 if num_slots < top_k else min(1.0, num_slots / num_experts)
 
 
+def nearest_measured(weight_format: str) -> str:
+    """The expert format with a measurement that stands for this one: the one with as many bits."""
+    four_bits = {"int4", "int4_asym", "mxfp4"}
+    return "int4" if weight_format in four_bits else weight_format if weight_format in MOE_LAYER_US else "fp8"
+
+
 def launch_us(weight_format: str) -> tuple[float, float]:
     """Microseconds a layer that don't scale with bytes, on a GPU: (MoE, all else).
 
-    What is left of measured times when the time of reading their bytes is taken off. Formats without a measurement of their own
-    count as their nearest: mxfp4 as int4, the other 8-bit ones as fp8.
+    MoE: a measured layer less the time of reading its K records at the bandwidth of that run. All else (norms, attention's
+    launches, products of one row that read below bandwidth, the step's own launches): a measured decode step less its bound,
+    a layer, less the MoE part. In bf16 6.5 and 20.1 us.
     """
-    nearest = {"none": "none", "mxfp4": "int4", "int4": "int4"}.get(weight_format, "fp8")
-    moe = {name: us - MOE_LAYER_BYTES[name] / (H200_READ_TBPS * 1e6) for name, us in MOE_LAYER_US.items()}
-    other = PEER_LAYER_US - PEER_LAYER_BYTES / (H200_READ_TBPS * 1e6) - moe["none"]
-    return moe[nearest], other
+
+    def moe(name: str) -> float:
+        us, tbps = (INT4_LAYER_US, INT4_RUN_TBPS) if name == "int4" else (MOE_LAYER_US[name], MOE_RUN_TBPS)
+        return us - MOE_LAYER_BYTES[name] / (tbps * 1e6)
+
+    other = (STEP_MS - STEP_BOUND_MS) * 1e3 / STEP_LAYERS - moe("none")
+    return moe(nearest_measured(weight_format)), other
 
 
 def kv_read_bytes(sizes: ModelSizes, setup: Setup, context: int) -> int:
@@ -115,21 +142,35 @@ def cpu_dequantize_bytes(sizes: ModelSizes, setup: Setup) -> int:
 def decode_ms(sizes: ModelSizes, setup: Setup, machine: Machine, context: int, hit_rate: float) -> float:
     """Milliseconds a token at batch 1 with `context` tokens before it.
 
-    (dense + KV bytes) / bandwidth + launches, then the experts: the larger of reading K records a layer and of bringing the
-    missed ones over the link, because misses travel while hits are computed.
+    (dense + KV bytes) / bandwidth + launches, then the experts: hits are read while misses cross the link, then misses are
+    read. Steps that no CUDA graph holds pay their launches from Python.
     """
     record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
     routed = sizes.num_sparse * sizes.top_k * record
+    missed = routed * (1.0 - hit_rate)
     dense = dense_read_bytes(sizes, setup) + kv_read_bytes(sizes, setup, context)
     if not setup.on_cuda:
         routed += sizes.num_sparse * sizes.top_k * cpu_dequantize_bytes(sizes, setup)
-        return (dense + routed) / machine.host_read_gbps / 1e6 + sizes.num_layers * CPU_LAYER_US / 1e3
+        moved = dense + routed + 2 * missed  # a miss is read and written once more
+        return moved / machine.host_read_gbps / 1e6 + sizes.num_layers * CPU_LAYER_US / 1e3
     moe_us, other_us = launch_us(setup.weight_format)
+    if 1 not in captured_batches(sizes, setup):
+        other_us += EAGER_LAUNCHES * LAUNCH_US
     dense_ms = dense / machine.read_gbps / 1e6 + sizes.num_layers * other_us / 1e3
-    moe_ms = routed / machine.read_gbps / 1e6 + sizes.num_sparse * moe_us / 1e3
-    missed = routed * (1.0 - hit_rate)
-    link_ms = missed / (machine.link_gbps * LINK_KERNEL_SHARE) / 1e6 if missed else 0.0
-    return dense_ms + max(moe_ms, link_ms)
+    hits_ms = (routed - missed) / machine.read_gbps / 1e6 + sizes.num_sparse * moe_us / 1e3
+    link_ms = missed / miss_gbps(sizes, setup, machine) / 1e6 if missed else 0.0
+    return dense_ms + max(hits_ms, link_ms) + missed / machine.read_gbps / 1e6
+
+
+def miss_gbps(sizes: ModelSizes, setup: Setup, machine: Machine) -> float:
+    """GB/s at which missing experts come: kernels that read pinned memory, or, where the host plans, the copy engine for what
+    is pinned and one thread of the host before it for the rest.
+    """
+    if not setup.staged:
+        return machine.link_gbps * LINK_KERNEL_SHARE
+    everything = expert_cache_bytes(sizes, setup, sizes.num_experts)
+    pinned = min(1.0, machine.pinnable_bytes / everything) if everything else 1.0
+    return 1.0 / (pinned / machine.link_gbps + (1.0 - pinned) / min(machine.link_gbps, HOST_COPY_GBPS))
 
 
 def prefill_seconds(sizes: ModelSizes, setup: Setup, machine: Machine, num_tokens: int) -> float:
@@ -157,14 +198,17 @@ def _chunk_seconds(sizes: ModelSizes, setup: Setup, machine: Machine, start: int
         compute = (dense_flops + moe_flops) / machine.host_tflops / 1e12
         return max(compute, bytes_read / machine.host_read_gbps / 1e9) + sizes.num_layers * CPU_LAYER_US / 1e6
     moe_us, other_us = launch_us(setup.weight_format)
-    compute = (dense_flops + moe_flops / MOE_PREFILL_SHARE) / machine.tflops / 1e12
+    share = MOE_PREFILL_TFLOPS[nearest_measured(setup.weight_format)] / H200_MATMUL_TFLOPS
+    compute = (dense_flops + moe_flops / share) / machine.tflops / 1e12
     on_device = (
         max(compute, bytes_read / machine.read_gbps / 1e9) + sizes.num_layers * (moe_us + other_us) / 1e6
     )
     slots = sizes.num_experts if setup.num_slots is None else setup.num_slots
     absent = touched * (1 - slots / sizes.num_experts) if sizes.num_experts else 0.0
-    over_link = sizes.num_sparse * absent * record / machine.link_gbps / 1e9 if absent else 0.0
-    return max(on_device, over_link)
+    if not absent:
+        return on_device
+    rate = miss_gbps(sizes, setup, machine) if setup.staged else machine.link_gbps  # of the copy engine
+    return max(on_device, sizes.num_sparse * absent * record / rate / 1e9)
 
 
 def predict_speed(

@@ -2,47 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from minisgl.models.sizes import PARTS, ModelSizes
+from minisgl.engine.memory import Setup
 from minisgl.models.spec import FAMILIES
+from minisgl.planner.breakdown import breakdown, cache_sizes, format_bytes, value_bytes
 from minisgl.planner.machine import Machine
-from minisgl.planner.plan import PREFILL_TOKENS, Candidate, Plan, closest
+from minisgl.planner.plan import OFFERED, PREFILL_TOKENS, Candidate, Plan, closest
 from minisgl.planner.predict import kv_read_bytes
 from minisgl.planner.units import gib
 
 BAR_WIDTH = 72
 BAR_COLORS = {
-    "dense weights": "blue",
+    "embedding": "blue",
+    "head": "bright_blue",
+    "attention": "cyan",
+    "norms": "white",
+    "router": "red",
+    "shared experts": "bright_magenta",
+    "dense MLPs": "bright_cyan",
     "experts": "magenta",
+    "scales of experts": "bright_red",
+    "experts on the host": "magenta",
+    "transient experts": "dark_magenta",
     "KV pages": "green",
     "page table": "white",
     "workspace": "yellow",
-    "CUDA graphs": "cyan",
+    "CUDA graphs": "bright_green",
     "one step": "bright_yellow",
     "not ours": "bright_black",
 }
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Machine, model, the recommended set-up with its bar, every other one, and the command to copy."""
+def print_plan(plan: Plan, console: Console, stored: Mapping[str, int] | None = None) -> None:
+    """Machine, model, the recommended set-up with its bar, every other one, and the command to copy.
+
+    stored: bytes of the checkpoint by part (`breakdown.stored_bytes`).
+    """
     console.print(_machine_line(plan.machine), highlight=False)
     if plan.request.num_ranks > 1:
         console.print(
-            f"What follows the model's table is for each of {plan.request.num_ranks} GPUs", highlight=False
+            f"Bytes are those of each of {plan.request.num_ranks} GPUs; the time of what they send each other is not counted",
+            highlight=False,
         )
-    console.print(_model_table(plan))
+    shown = plan.recommended or next((c for c in plan.candidates if not c.impossible), plan.candidates[0])
+    console.print(_model_table(plan, shown.setup))
     for line in _model_notes(plan):
         console.print(f"[dim]{line}[/]", highlight=False)
-    shown = plan.recommended or next((c for c in plan.candidates if not c.impossible), None)
-    if shown is not None:
+    if not shown.impossible:
         console.print()
         console.print(memory_bar(plan, shown))
+        console.print(_memory_table(plan, shown, stored or {}))
     console.print(_candidate_table(plan))
     if plan.recommended is None:
         console.print(
@@ -65,44 +80,65 @@ def _machine_line(machine: Machine) -> str:
     )
 
 
-def _model_table(plan: Plan) -> Table:
-    sizes, numbers = plan.numbers.sizes, plan.numbers
-    total, active = sizes.total_params / 1e9, sizes.active_params / 1e9
+def _model_table(plan: Plan, setup: Setup) -> Table:
+    """What the model takes in every format, whatever the machine."""
+    sizes, numbers = plan.sizes, plan.numbers
+    whole = numbers.sizes
+    total, active = whole.total_params / 1e9, whole.active_params / 1e9
     title = f"{numbers.architecture}: {total:.2f} G weights, {active:.2f} G active a token"
     table = Table(title=title, title_justify="left", title_style="bold")
-    for name in ("part", "weights", "bytes"):
-        table.add_column(name, justify="left" if name == "part" else "right")
-    setup = (plan.recommended or plan.candidates[0]).setup
-    for part in PARTS:
-        if count := sizes.params[part]:
-            table.add_row(part, f"{count / 1e6:,.1f} M", gib(count * setup.dtype.itemsize))
-    for name, num_bytes, scales in expert_bytes(sizes, setup.dtype, setup.group_size):
-        of_scales = f" ({gib(scales)} of it scales and padding)" if scales else ""
-        table.add_row(f"experts as {name}", f"{sizes.expert_params / 1e6:,.1f} M", gib(num_bytes) + of_scales)
+    table.add_column("the model")
+    table.add_column("bytes", justify="right")
+    for name, num_bytes in format_bytes(sizes, OFFERED, setup.dtype, setup.group_size).items():
+        scales = num_bytes - value_bytes(sizes, name, setup.dtype) * sizes.num_experts * sizes.num_sparse
+        of_scales = f" ({gib(scales)} of it scales)" if scales else ""
+        label = str(setup.dtype).removeprefix("torch.") if name == "none" else name
+        table.add_row(
+            f"all {sizes.num_experts} x {sizes.num_sparse} experts as {label}", gib(num_bytes) + of_scales
+        )
+    for slots, num_bytes in cache_sizes(sizes, setup).items():
+        table.add_row(f"a cache of {slots} experts a layer as {_format_name(setup)}", gib(num_bytes))
     per_token, context = sizes.kv_bytes_per_token(setup.dtype), plan.request.context
     if per_token:
         tokens = context * plan.request.concurrency
-        table.add_row("KV cache, a token", "", f"{per_token:,} bytes")
-        table.add_row(
-            f"KV cache, {plan.request.concurrency} x {context:,} tokens", "", gib(per_token * tokens)
-        )
+        table.add_row("KV cache, a token", f"{per_token:,} bytes")
+        table.add_row(f"KV cache, {plan.request.concurrency} x {context:,} tokens", gib(per_token * tokens))
     return table
 
 
-def expert_bytes(sizes: ModelSizes, dtype: torch.dtype, group_size: int = 128) -> list[tuple[str, int, int]]:
-    """(format, bytes of all experts, of which scales, biases and padding) for every format that can store them."""
-    rows = []
-    for name in ("none", "int8", "fp8", "fp8_block", "int4", "mxfp4"):
-        try:
-            record = sizes.record_bytes(name, dtype, group_size)
-        except ValueError:
-            continue
-        bits = {"none": 8 * dtype.itemsize, "int4": 4, "mxfp4": 4}.get(name, 8)
-        count = sizes.num_experts * sizes.num_sparse
-        if count:
-            label = str(dtype).removeprefix("torch.") if name == "none" else name
-            rows.append((label, record * count, (record - sizes.params_per_expert * bits // 8) * count))
-    return rows
+def _format_name(setup: Setup) -> str:
+    return str(setup.dtype).removeprefix("torch.") if setup.weight_format == "none" else setup.weight_format
+
+
+def _memory_table(plan: Plan, candidate: Candidate, stored: Mapping[str, int]) -> Table:
+    """The pieces of the bar in numbers, beside what the checkpoint has of each."""
+    setup = candidate.setup
+    table = Table(title=f"Memory of {candidate.label}", title_justify="left")
+    for name in ("part", "where", "weights", "bytes", *(["checkpoint"] if stored else [])):
+        table.add_column(name, justify="left" if name in ("part", "where") else "right")
+    rest = dict(stored)
+    labels = {"workspace": f"workspace, steps of {setup.step_tokens:,} tokens"}
+    for piece in breakdown(plan.sizes, setup, candidate.ledger):
+        weights = f"{piece.num_params / 1e6:,.1f} M" if piece.num_params else ""
+        row = [labels.get(piece.name, piece.name), piece.where, weights, gib(piece.num_bytes)]
+        table.add_row(*row, *([gib(rest.pop(piece.name))] if piece.name in rest else []))
+    if setup.on_cuda:
+        table.add_row("CUDA context, other processes", "device", "", gib(plan.machine.gpu_used))
+        reserve = plan.machine.gpu_bytes - _usable(plan, candidate)
+        table.add_row("kept free by --memory-ratio", "device", "", gib(reserve))
+    for name, num_bytes in rest.items():
+        table.add_row(f"{name} in the checkpoint", "", "", "", gib(num_bytes))
+    table.add_section()
+    for where in ("device", "host"):
+        if total := candidate.ledger.on(where):
+            table.add_row("total", where, "", gib(total), style="bold")
+    return table
+
+
+def _usable(plan: Plan, candidate: Candidate) -> int:
+    """Bytes of the device that --memory-ratio leaves to everybody: ours, what is left, and what others hold."""
+    taken = candidate.ledger.on("device") + plan.machine.gpu_used
+    return taken + (candidate.left if candidate.where == "device" else 0) - candidate.missing
 
 
 def _model_notes(plan: Plan) -> list[str]:
@@ -132,7 +168,8 @@ def memory_bar(plan: Plan, candidate: Candidate) -> Group:
     """One line of blocks in the colours of the parts, and its legend."""
     on_device = candidate.setup.on_cuda
     where = "device" if on_device else "host"
-    parts = [(line.name, line.num_bytes) for line in candidate.ledger.lines if line.where == where]
+    pieces = breakdown(plan.sizes, candidate.setup, candidate.ledger)
+    parts = [(piece.name, piece.num_bytes) for piece in pieces if piece.where == where]
     if on_device and plan.machine.gpu_used:
         parts.append(("not ours", plan.machine.gpu_used))
     total = max(plan.machine.gpu_bytes if on_device else plan.machine.host_bytes, sum(n for _, n in parts))
@@ -201,9 +238,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "params": {**sizes.params, "experts": sizes.expert_params},
             "total_params": sizes.total_params,
             "active_params": sizes.active_params,
-            "expert_bytes": {
-                name: num_bytes for name, num_bytes, _ in expert_bytes(sizes, setup.dtype, setup.group_size)
-            },
+            "expert_bytes": format_bytes(sizes, OFFERED, setup.dtype, setup.group_size),
+            "expert_cache_bytes": cache_sizes(sizes, setup),
             "kv_bytes_per_token": sizes.kv_bytes_per_token(setup.dtype),
         },
         "machine": {
@@ -234,6 +270,10 @@ def _candidate_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "verdict": candidate.verdict,
         "lacks": list(candidate.lacks),
         "lines": {line.name: line.num_bytes for line in candidate.ledger.lines},
+        "pieces": {
+            f"{piece.name} ({piece.where})": piece.num_bytes
+            for piece in breakdown(plan.sizes, candidate.setup, candidate.ledger)
+        },
         "missing_bytes": candidate.missing,
         "left_bytes": candidate.left,
         "kv_tokens": candidate.kv_tokens,
@@ -242,4 +282,5 @@ def _candidate_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "decode_ms": candidate.local.decode_ms if possible else None,
         "decode_ms_random": candidate.worst.decode_ms if possible else None,
         "prefill_s": candidate.local.prefill_s if possible else None,
+        "answer_s": candidate.local.answer_s if possible else None,
     }

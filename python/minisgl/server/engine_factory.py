@@ -10,6 +10,8 @@ import torch
 from minisgl.config import EngineConfig
 from minisgl.core import Grammar, TokenConstraint
 from minisgl.engine.engine import Engine
+from minisgl.engine.memory import DoesNotFit
+from minisgl.planner import explain_misfit, options_of
 from minisgl.scheduler.build import build_scheduler
 from minisgl.server.engine_process import EngineParts
 from minisgl.server.expert_watch import ExpertWatch
@@ -32,7 +34,10 @@ class ModelEngine:
         """Load the model. ValueError, with the remedy, for anything that cannot work."""
         device = self.config.model.device
         on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-        engine = Engine(self.config, Path(self.folder), record_routing=self.watch_experts or on_cpu)
+        try:
+            engine = Engine(self.config, Path(self.folder), record_routing=self.watch_experts or on_cpu)
+        except DoesNotFit as error:
+            raise error.explained(explain_misfit(error, options_of(self.config))) from error
         scheduler = build_scheduler(engine, constraint_factory=_LazyGrammars(self.folder, engine.vocab_size))
         moe = engine.spec.moe
         num_experts = moe.num_experts if moe is not None else 0

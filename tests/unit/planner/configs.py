@@ -115,7 +115,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "scoring_func": "sigmoid",
     "num_nextn_predict_layers": 1,
     "vocab_size": 129_280,
-    "quantization_config": {"quant_method": "fp8"},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 
 GLM_45_AIR: dict[str, Any] = {

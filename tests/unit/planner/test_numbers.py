@@ -120,8 +120,9 @@ def test_quirks_of_the_cache() -> None:
     assert sum(n > 0 for n in following.kv_elements_L) == 12 and following.state_elements > 0
     assert read_numbers(configs.DEEPSEEK_V3).stored_format == "fp8_block"
     assert read_numbers(configs.GPT_OSS_20B).stored_format == "mxfp4"
-    group = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
-    packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     assert read_numbers({**configs.OLMOE_1B_7B, "quantization_config": packed}).stored_format == "int4"
     assert (
         read_numbers({**configs.OLMOE_1B_7B, "quantization_config": {"quant_method": "vptq"}}).stored_format
@@ -142,7 +143,7 @@ def test_shards_add_up() -> None:
         by_width, by_expert = shard_sizes(whole, ranks), shard_sizes(whole, ranks, expert_parallel=True)
         assert by_width.expert_params * ranks == by_expert.expert_params * ranks == whole.expert_params
         assert by_width.kv_bytes_per_token(BF16) * ranks == whole.kv_bytes_per_token(BF16)
-        repeated = whole.params["norms"] + whole.params["router"]
+        repeated = whole.params["norms"] + whole.params["router"] + whole.whole["attention"]
         divided = by_width.dense_params - repeated
         assert divided * ranks == pytest.approx(whole.dense_params - repeated, rel=1e-6)
     eight = shard_sizes(whole, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from rich.console import Console
 
 from minisgl.config import EngineConfig
-from minisgl.engine.memory import GIB, DoesNotFit, Setup
+from minisgl.engine.memory import GIB, DoesNotFit, Setup, predict_ledger
 from minisgl.flags import add_flags, iter_flags, parse_bytes
 from minisgl.planner import (
     add_env_arguments,
@@ -25,15 +26,26 @@ from minisgl.planner import (
     run_plan,
 )
 from minisgl.planner import features as feature_table
-from minisgl.planner.features import FEATURES, Feature
+from minisgl.planner.breakdown import breakdown
+from minisgl.planner.candidates import make_plan
+from minisgl.planner.features import Feature
 from minisgl.planner.gpus import GPUS
 from minisgl.planner.machine import Machine, named_machine, this_machine
 from minisgl.planner.numbers import read_numbers
-from minisgl.planner.plan import PRECISION, Plan, Request, make_plan
+from minisgl.planner.plan import OFFERED, Candidate, Plan, Request
 from minisgl.planner.predict import (
+    HOST_COPY_GBPS,
+    INT4_LAYER_US,
+    INT4_RUN_TBPS,
+    LAUNCH_US,
     LINK_KERNEL_SHARE,
     LOCAL_HITS,
+    MOE_LAYER_US,
+    MOE_PREFILL_TFLOPS,
+    MOE_RUN_TBPS,
     SHARES,
+    STEP_BOUND_MS,
+    STEP_MS,
     decode_ms,
     launch_us,
     local_hit_rate,
@@ -45,7 +57,7 @@ from minisgl.planner.units import gib
 from tests.unit.planner import configs
 
 QWEN = read_numbers(configs.QWEN3_30B_A3B)
-RECORDS = Path(__file__).parents[3] / "benchmark" / "results" / "limits.jsonl"
+RECORDS = Path(__file__).parents[3] / "benchmark" / "results"
 
 
 def machine(name: str, host_gib: float = 64, **changes: Any) -> Machine:
@@ -79,7 +91,7 @@ def engine_options(command: str) -> dict[str, Any]:
     ("gpu", "expected"), [("H200", "none"), ("RTX 5090", "int4"), ("RTX 4090", "int4"), ("L40S", "int8")]
 )
 def test_the_most_precise_format_that_fits_is_recommended(gpu: str, expected: str) -> None:
-    plan = plan_on(machine(gpu))
+    plan = plan_on(machine(gpu, host_gib=8))  # too little for experts
     assert plan.recommended is not None and plan.candidates[0] is plan.recommended
     assert plan.recommended.setup.weight_format == expected
     assert plan.recommended.usable and plan.recommended.setup.num_slots is None
@@ -90,28 +102,96 @@ def test_the_most_precise_format_that_fits_is_recommended(gpu: str, expected: st
     assert plan.recommended.ledger.on("device") + plan.recommended.left == pytest.approx(budget, abs=1)
 
 
-def test_a_card_too_small_gets_reasons_and_the_rows_that_a_cache_would_allow() -> None:
-    plan = plan_on(machine("RTX 5070"))
-    assert plan.recommended is None
-    cached = [c for c in plan.candidates if c.setup.num_slots is not None and c.fits]
-    assert cached and all(c.lacks == (FEATURES["expert-offload"].reason,) for c in cached)
-    assert all("--moe-expert-offload --moe-expert-cache-size" in plan.command(c) for c in cached)
-    assert all(c.local.decode_ms <= c.worst.decode_ms for c in cached)
+def cached(plan: Plan) -> list[Candidate]:
+    return [c for c in plan.candidates if c.setup.num_slots is not None]
+
+
+@pytest.mark.parametrize("host_gib", [32, 64])
+def test_a_card_of_12_gib_gets_a_cache_of_experts(host_gib: int) -> None:
+    plan = plan_on(machine("RTX 5070", host_gib))
+    best = plan.recommended
+    assert best is not None and best.verdict == "recommended" and best is plan.candidates[0]
+    assert best.setup.weight_format == "int4" and best.setup.num_slots is not None
+    assert 30 <= best.setup.num_slots < 60 and not best.setup.staged and best.kv_tokens >= 32_768
+    options = engine_options(plan.command(best))
+    config = EngineConfig.from_kwargs(**options)
+    assert config.offload.moe_expert_offload and config.offload.num_slots == best.setup.num_slots
+    assert config.offload.moe_offload_mode == "device"
+    assert config.kernel.moe_expert_quantization == "int4"
+    budget = int(12 * GIB * 0.9) - plan.machine.gpu_used
+    one_more = replace(best.setup, num_slots=best.setup.num_slots + 1)
+    assert best.ledger.on("device") <= budget < predict_ledger(plan.sizes, one_more).on("device")
+    assert all(c.local.decode_ms <= c.worst.decode_ms for c in cached(plan))
     resident = [c for c in plan.candidates if c.setup.num_slots is None]
-    assert all("lacks" in c.verdict and "device memory" in c.verdict for c in resident)
+    assert resident and all("lacks" in c.verdict and "device memory" in c.verdict for c in resident)
+    formats = {c.setup.weight_format for c in cached(plan) if c.usable}
+    assert {"int4", "mxfp4", "fp8", "int8"} <= formats if host_gib == 64 else "none" not in formats
+
+
+def test_a_small_prompt_step_is_weighed_against_slots() -> None:
+    """A prompt streams every expert once a step, so more slots are not worth steps of 512 tokens."""
+    best = plan_on(machine("RTX 5070")).recommended
+    assert best is not None and best.setup.max_prefill_length >= 2048
+    asked = plan_on(machine("RTX 5070"), given={"max_prefill_length": 512}).recommended
+    assert asked is not None and asked.setup.num_slots is not None and best.setup.num_slots is not None
+    assert asked.setup.num_slots > best.setup.num_slots
+    assert asked.local.decode_ms < best.local.decode_ms and asked.local.answer_s > best.local.answer_s
+
+
+def test_experts_that_cannot_all_be_pinned_are_planned_by_the_host() -> None:
+    plan = plan_on(machine("RTX 5070", 64, pinnable_bytes=10 * GIB))
+    assert cached(plan) and all(c.setup.staged for c in cached(plan))
+    best = plan.recommended
+    assert best is not None and "--moe-offload-mode staged" in plan.command(best)
+    assert best.label.endswith("on GPU, staged") and best.ledger.line("CUDA graphs") == 0
+    pinned = plan_on(machine("RTX 5070", 64)).recommended
+    assert pinned is not None and best.local.decode_ms > 1.5 * pinned.local.decode_ms
+    asked = plan_on(machine("RTX 5070", 64, pinnable_bytes=10 * GIB), given={"moe_offload_mode": "device"})
+    assert not any(c.fits for c in cached(asked))
+    assert any("host memory" in c.verdict for c in cached(asked))
+
+
+def test_a_host_too_small_says_so() -> None:
+    plan = plan_on(machine("RTX 5070", 12))
+    assert plan.recommended is None
+    assert any("lacks" in c.verdict and "of host memory" in c.verdict for c in cached(plan))
 
 
 def test_one_line_makes_a_feature_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(feature_table.FEATURES, "expert-offload", Feature(True, ""))
+    monkeypatch.setitem(feature_table.FEATURES, "expert-offload", Feature(False, "not in this version"))
     plan = plan_on(machine("RTX 5070"))
-    assert plan.recommended is not None and plan.recommended.setup.num_slots is not None
-    assert plan.recommended.verdict == "recommended"
+    assert plan.recommended is None
+    assert all(c.lacks == ("not in this version",) for c in cached(plan))
+
+
+def test_flags_of_a_cache_are_kept() -> None:
+    eight = plan_on(machine("RTX 5070"), given={"moe_expert_cache_size": "8"})
+    assert {c.setup.num_slots for c in eight.candidates} == {8}, "a number of slots means a cache"
+    best = eight.recommended
+    assert best is not None
+    options = engine_options(eight.command(best))
+    assert (options["moe_expert_offload"], options["moe_expert_cache_size"]) == (True, "8")
+    forced = plan_on(machine("H200"), given={"moe_expert_offload": True})
+    assert cached(forced) and len(cached(forced)) == len(forced.candidates), "though everything would fit"
+    staged = plan_on(machine("RTX 5070"), given={"moe_offload_mode": "staged"})
+    assert all(c.setup.staged for c in cached(staged))
+    large = plan_on(machine("RTX 5070"), given={"moe_expert_cache_size": "500", "moe_expert_offload": True})
+    assert {c.setup.num_slots for c in large.candidates} == {None}, (
+        "the engine drops a cache that holds everything"
+    )
 
 
 def test_steps_shrink_before_precision_does() -> None:
-    small = plan_on(machine("RTX 4090", gpu_bytes=int(23.5 * GIB))).candidates[0]
-    assert small.options["max_prefill_length"] < 8192 and small.options["max_running_requests"] < 256
-    kept = plan_on(machine("RTX 4090"), given={"max_prefill_length": 8192}).candidates[0]
+    def best(gib: float, **request: Any) -> Candidate:
+        found = plan_on(machine("RTX 4090", host_gib=8, gpu_bytes=int(gib * GIB)), **request).candidates[0]
+        assert found.fits and found.setup.weight_format == "int4" and found.setup.num_slots is None
+        return found
+
+    assert best(30).options == {"moe_expert_quantization": "int4"}
+    steps = [best(gib).setup for gib in (30, 25, 24, 23.6, 23.2)]
+    sizes = [(setup.max_prefill_length, setup.max_running_requests) for setup in steps]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1][0] < 4096
+    kept = best(25, given={"max_prefill_length": 8192})
     assert "max_prefill_length" not in kept.options and kept.setup.max_prefill_length == 8192
 
 
@@ -165,17 +245,40 @@ def test_what_this_version_cannot_run_is_marked() -> None:
     glm = plan_on(machine("H200"), configs.GLM_45_AIR)
     assert glm.recommended is None and any(c.fits for c in glm.candidates)
     assert all("this architecture is not served" in c.lacks for c in glm.candidates)
-    two = plan_on(machine("L40S"), num_ranks=2)
-    assert two.recommended is None
-    assert all(FEATURES["tensor-parallel"].reason in c.lacks for c in two.candidates)
-    assert "--tp 2" in two.command(two.candidates[0])
-    whole = plan_on(machine("L40S")).candidates
-    none_of = [next(c for c in cs if c.label == "bfloat16, all on GPU") for cs in (two.candidates, whole)]
-    assert none_of[0].fits and not none_of[1].fits
-    published = {**configs.QWEN3_30B_A3B, "quantization_config": {"quant_method": "fp8"}}
-    fp8 = plan_on(machine("H200"), published)
-    assert {c.setup.weight_format for c in fp8.candidates} == {"fp8_block"}
-    assert fp8.recommended is not None and fp8.recommended.lacks == ()
+
+
+def test_several_gpus() -> None:
+    given = {"tensor_parallel_size": 2}
+    two = plan_on(machine("L40S"), given=given)
+    assert two.recommended is not None and two.recommended.label == "bfloat16, all on GPU"
+    options = engine_options(two.command(two.recommended))
+    assert options["tensor_parallel_size"] == 2 and "expert_parallel_size" not in options
+    whole = next(c for c in plan_on(machine("L40S")).candidates if c.label == "bfloat16, all on GPU")
+    assert not whole.fits
+    spread = plan_on(machine("L40S"), given={**given, "expert_parallel_size": 2})
+    assert spread.recommended is not None
+    assert "--tp 2 --expert-parallel-size 2" in spread.command(spread.recommended)
+    assert spread.sizes.num_experts == 64 and two.sizes.num_experts == 128
+    small = plan_on(machine("RTX 5070", 64), given={**given, "moe_expert_quantization": "fp8"})
+    assert small.recommended is not None and small.recommended.setup.num_slots is not None
+    assert small.machine.pinnable_bytes == 31 * GIB, "ranks share the host"
+    with pytest.raises(ValueError, match="expert-parallel-size=3"):
+        plan_on(machine("L40S"), given={**given, "expert_parallel_size": 3})
+
+
+def test_quantized_checkpoints() -> None:
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 = plan_on(machine("H200"), {**configs.QWEN3_30B_A3B, "quantization_config": quantized})
+    assert {c.setup.weight_format for c in fp8.candidates} == {"fp8_block", "fp8", "int4", "mxfp4"}
+    best = fp8.recommended
+    assert best is not None and best.lacks == () and best.setup.weight_format == "fp8_block"
+    assert "--moe-expert-quantization" not in fp8.command(best), "it stays as it is"
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}
+    four = plan_on(machine("RTX 5070"), {**configs.QWEN3_30B_A3B, "quantization_config": gptq})
+    best = four.recommended
+    assert best is not None and (best.setup.weight_format, best.setup.group_size) == ("int4_asym", 64)
+    odd = {**configs.QWEN3_30B_A3B, "quantization_config": {"quant_method": "vptq"}}
+    assert all("'vptq' are unknown" in c.verdict for c in plan_on(machine("H200"), odd).candidates)
 
 
 def test_dense_models() -> None:
@@ -218,6 +321,8 @@ def test_resident_decode_reads_weights_once() -> None:
     assert decode_ms(QWEN.sizes, setup, where, 0, 1.0) == pytest.approx(
         launches + read / where.read_gbps / 1e6
     )
+    measured_ms, measured_bound = STEP_MS, STEP_BOUND_MS
+    assert measured_bound < measured_ms < decode_ms(QWEN.sizes, setup, where, 150, 1.0) * 1.05
     longer = decode_ms(QWEN.sizes, setup, where, 10_000, 1.0) - decode_ms(QWEN.sizes, setup, where, 0, 1.0)
     assert longer == pytest.approx(10_000 * 98_304 / where.read_gbps / 1e6)
     windowed = read_numbers(configs.GPT_OSS_20B).sizes
@@ -239,15 +344,34 @@ def test_prefill_streams_what_is_not_resident_once_a_chunk() -> None:
     assert prefill_seconds(QWEN.sizes, resident, fast, 8192) < 0.1
 
 
+def result_lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").read_text().splitlines()]
+
+
 def test_constants_have_records() -> None:
-    records = {row["name"]: row for row in map(json.loads, RECORDS.read_text().splitlines())}
+    records = {row["name"]: row for row in result_lines("limits")}
     source = Path(__file__).parents[3] / "python" / "minisgl" / "planner" / "predict.py"
     named = [
         line.split("source: ")[1].split(",")[0].strip(' "')
         for line in source.read_text().splitlines()
         if "source: " in line
     ]
-    assert named and set(named) <= records.keys()
+    own = {f"{name}.jsonl {row['time']}" for name in ("moe", "engine") for row in result_lines(name)}
+    assert named and set(named) <= records.keys() | own
+    assert records["triton-launch"]["value"] == LAUNCH_US and records["host-copy"]["value"] == HOST_COPY_GBPS
+    moe = {row["time"]: row for row in result_lines("moe")}
+    tuned, before = moe["2026-11-29T17:29:09+00:00"], moe["2026-11-29T17:28:05+00:00"]
+    rows = {(row["format"], row["num_tokens"]): row for row in tuned["results"]}
+    for name, us in MOE_LAYER_US.items():
+        assert us == pytest.approx(rows["bf16" if name == "none" else name, 1]["us"], abs=0.01)
+    for name, tflops in MOE_PREFILL_TFLOPS.items():
+        assert tflops == rows["bf16" if name == "none" else name, 4096]["tflop_per_s"]
+    (int4,) = (r["us"] for r in before["results"] if (r["format"], r["num_tokens"]) == ("int4", 1))
+    assert (tuned["measured_tb_per_s"], before["measured_tb_per_s"]) == (MOE_RUN_TBPS, INT4_RUN_TBPS)
+    assert int4 == pytest.approx(INT4_LAYER_US, abs=0.01)
+    (step,) = (row for row in result_lines("engine") if row["time"] == "2026-11-29T17:06:59+00:00")
+    assert step["rows"][0]["step_s"] * 1e3 == pytest.approx(STEP_MS, abs=1e-3)
+    assert step["rows"][0]["bound_s"] * 1e3 == pytest.approx(STEP_BOUND_MS, abs=1e-3)
     assert SHARES.read == pytest.approx(records["hbm-read"]["value"] / 4.8)
     assert SHARES.link == pytest.approx(records["pinned-h2d"]["value"] / 63)
     assert LOCAL_HITS[1:] == tuple(map(tuple, records["local-routing"]["value"]))
@@ -272,8 +396,25 @@ def test_plan_prints_a_command_to_copy(tmp_path: Path, capsys: pytest.CaptureFix
         line.strip() for line in out.splitlines() if line.strip().startswith("python -m minisgl serve")
     )
     EngineConfig.from_kwargs(**engine_options(command))
-    assert run(tmp_path, "--gpu", "RTX 5070") == 1
+    assert run(tmp_path, "--gpu", "RTX 4060", "--host-memory", "8GiB") == 1
     assert "Nothing that this version runs fits" in capsys.readouterr().out
+
+
+def test_the_breakdown_names_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run(tmp_path, "--gpu", "RTX 5070", "--host-memory", "64GiB", "--moe-expert-quantization", "fp8") == 0
+    )
+    out = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "attention", "router", "experts on the host", "scales of experts", "embedding", "head", "workspace, steps of",
+        "CUDA graphs", "CUDA context, other processes", "kept free by --memory-ratio", "transient experts", "KV cache, a token",
+        "KV cache, 1 x 32,768 tokens", "a cache of 8 experts a layer as fp8 │ 1.69 GiB", "a cache of 32 experts a layer",
+    ):  # fmt: skip
+        assert words in out, words
+    for candidate in plan_on(machine("RTX 5070")).candidates:
+        pieces = breakdown(QWEN.sizes, candidate.setup, candidate.ledger)
+        assert sum(piece.num_bytes for piece in pieces) == candidate.ledger.total
+        assert {p.where for p in pieces} == {line.where for line in candidate.ledger.lines}
 
 
 def test_json_has_every_candidate_and_no_infinities(
@@ -284,7 +425,7 @@ def test_json_has_every_candidate_and_no_infinities(
     )
     out = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert out["machine"]["link_gbps"] == 12.5 and out["model"]["not_served"]
-    assert {c["label"].split(",")[0] for c in out["candidates"]} == {"bfloat16", *PRECISION[1:]}
+    assert {c["label"].split(",")[0] for c in out["candidates"]} == {"bfloat16", *OFFERED[1:]}
     assert out["model"]["total_params"] == sum(out["model"]["params"].values())
 
 
@@ -308,6 +449,12 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("--link-gbps", "-3"), "is not a rate"),
         (("--context", "0"), "--context 0 must be at least 1"),
         (("--gpu", "H200", "--tp", "5"), "can't be divided among 5 GPUs"),
+        (("--gpu", "H200", "--tp", "0"), "--tp=0 must be at least 1"),
+        (
+            ("--gpu", "H200", "--tp", "4", "--expert-parallel-size", "2"),
+            "--expert-parallel-size=2 must be 1 or",
+        ),
+        (("--gpu", "H200", "--moe-expert-cache-size", "many"), "use auto or at least 1 slot"),
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
@@ -348,7 +495,25 @@ def test_auto_completes_what_was_not_given(tmp_path: Path) -> None:
     )
     assert kept["moe_expert_quantization"] == "mxfp4"
     with pytest.raises(ValueError, match=r"--auto found nothing that fits.*lacks .* GiB"):
-        apply_auto(given, Console(file=out), machine("RTX 5070"))
+        apply_auto(given, Console(file=out), machine("RTX 4060", 8))
+
+
+def test_auto_on_a_small_card_offloads_and_given_flags_win(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configs.QWEN3_30B_A3B))
+    out = Console(file=io.StringIO(), width=200)
+    options = apply_auto({"model": str(tmp_path)}, out, machine("RTX 5070"))
+    config = EngineConfig.from_kwargs(**options)
+    assert config.offload.moe_expert_offload and config.kernel.moe_expert_quantization == "int4"
+    for given in (
+        {"moe_expert_cache_size": "12"},
+        {"moe_expert_quantization": "fp8", "moe_offload_mode": "staged"},
+        {"page_size": 64, "max_running_requests": 3, "max_prefill_length": 700},
+        {"tensor_parallel_size": 2, "memory_ratio": 0.8},
+        {"gpu_memory_limit": "11GiB"},
+    ):
+        chosen = apply_auto({"model": str(tmp_path), **given}, out, machine("RTX 5070"))
+        assert {name: chosen[name] for name in given} == given
+        EngineConfig.from_kwargs(**chosen)
 
 
 def test_a_misfit_is_explained_by_what_fits(tmp_path: Path) -> None:
@@ -359,9 +524,19 @@ def test_a_misfit_is_explained_by_what_fits(tmp_path: Path) -> None:
     assert first == str(error) and 1 <= len(commands) <= 3
     for line in commands:
         config = EngineConfig.from_kwargs(**engine_options(line.split("#")[0].strip()))
-        assert config.cache.page_size == 32 and config.kernel.moe_expert_quantization in ("int4", "mxfp4")
-    hopeless = explain_misfit(error, {"model": str(tmp_path)}, machine("RTX 4060"))
+        assert config.cache.page_size == 32
+    assert "int4, all on GPU" in text, "the nearest: one flag more"
+    small = explain_misfit(error, {"model": str(tmp_path)}, machine("RTX 5070"), command="LLM")
+    calls = small.splitlines()[2:]
+    assert len(calls) == 3 and all("moe_expert_offload=True" in call for call in calls)
+    for call in calls:
+        tree = ast.parse(call.split("#")[0].strip(), mode="eval").body
+        assert isinstance(tree, ast.Call)
+        EngineConfig.from_kwargs(**{str(k.arg): ast.literal_eval(k.value) for k in tree.keywords})
+    hopeless = explain_misfit(error, {"model": str(tmp_path)}, machine("RTX 4060", 8))
     assert "lacks" in hopeless
+    odd = explain_misfit(error, {"model": str(tmp_path), "tensor_parallel_size": 5}, machine("RTX 5070"))
+    assert odd.splitlines()[0] == str(error) and "can't be divided" in odd
 
 
 def test_every_known_gpu_gives_a_plan() -> None:
@@ -369,7 +544,7 @@ def test_every_known_gpu_gives_a_plan() -> None:
         plan = plan_on(machine(gpu.name), configs.MIXTRAL_8X7B)
         print_plan(plan, Console(file=io.StringIO(), width=120))
         json.dumps(plan_dict(plan))
-        assert {c.setup.weight_format for c in plan.candidates} == set(PRECISION)
+        assert {c.setup.weight_format for c in plan.candidates} == set(OFFERED)
 
 
 def test_env_report(capsys: pytest.CaptureFixture[str]) -> None:
