@@ -320,7 +320,7 @@ def limit_device(device: torch.device, cache: CacheConfig) -> None:
             f"--gpu-memory-limit of {limit / GIB:.2f} GiB: the device has {total / GIB:.2f}; leave it out"
         )
     share = 1.0 if limit is None else max(limit - CONTEXT_BYTES, 0) / total
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    torch.cuda.set_per_process_memory_fraction(share, device.index)  # it refuses a device without an index
 
 
 def cuda_budget(device: torch.device, cache: CacheConfig) -> int:

@@ -226,7 +226,8 @@ class Card:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.set_fraction)
 
-    def set_fraction(self, fraction: float, device: torch.device) -> None:
+    def set_fraction(self, fraction: float, device: int | None) -> None:
+        assert not isinstance(device, torch.device), "torch refuses a device without an index here"
         self.fraction = fraction
 
 
