@@ -14,6 +14,8 @@ The idea is LeCaR's (Vietri et al., 2018). What differs, each because the plain 
 - Experts that named the same victim share the blame. Where all agree, no weight moves.
 - Log-weights may fall `RESERVE` behind the best, while every expert keeps `EXPLORE` of the draws: chance alone does not bring a
   bad expert back, a change of traffic does.
+- A page that comes back brings along the history it was evicted with, as LRU-K retains it. Otherwise one choice of a bad expert
+  also blinds the good ones: what was used a hundred times would look new to lfu. It is why adaptive can beat all its experts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from minisgl.eviction import Entry
+from minisgl.eviction import Entry, History
 
 RESERVE = 10.0
 EXPLORE = 0.003
@@ -32,8 +34,8 @@ COST_MEMORY = 0.01  # weight of the newest cost in the running mean that penalti
 
 
 class Ghost(NamedTuple):
-    """One evicted page. blame: experts that named it; probability: that one of them was drawn. num_pages: pages that went with
-    that choice. serial: pages evicted before it.
+    """One evicted page. blame: experts that named it, none once that was regretted; probability: that one of them was drawn.
+    num_pages: pages that went with that choice. serial: pages evicted before it.
     """
 
     entry: Entry
@@ -60,9 +62,21 @@ class GhostList:
         if len(self._ghosts) > self.capacity:
             self._ghosts.popitem(last=False)
 
-    def take(self, key: Hashable) -> Ghost | None:
-        """The ghost, removed: each eviction is regretted once."""
-        return self._ghosts.pop(key, None)
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._ghosts
+
+    def regret(self, key: Hashable) -> Ghost | None:
+        """The ghost that somebody wants; None if there is none, or for a second time: each eviction is regretted once."""
+        ghost = self._ghosts.get(key)
+        if ghost is None or not ghost.blame:
+            return None
+        self._ghosts[key] = ghost._replace(blame=())
+        return ghost
+
+    def revive(self, key: Hashable) -> History | None:
+        """The page is held again: its history from before, None if that is not known (any more)."""
+        ghost = self._ghosts.pop(key, None)
+        return None if ghost is None else ghost.entry.history
 
 
 class Learner:

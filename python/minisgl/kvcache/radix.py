@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from minisgl.eviction import Entry, EvictionPolicy, History, make_policy, recompute_cost, recompute_work
@@ -160,10 +161,8 @@ class RadixPrefixCache:
         new = list(pages[len(own) :])
         if new:
             self._victims.discard(node)
-            leaf = _Node(node, data[pos:], new, node.end, self._recorder.first(now))
-            node.children[self._first_page(leaf)] = leaf
+            node = self._grow(node, data[pos:], new, now)
             self._num_evictable += len(new)
-            node = leaf
         self._offer(node)
         duplicates = [offered for offered, held in zip(pages, own) if offered != held]
         return PrefixMatch(own + new, RadixHandle(node, node.end)), duplicates
@@ -218,6 +217,31 @@ class RadixPrefixCache:
             node = child
             pos += len(child.tokens)
         return node, pos
+
+    def _grow(self, node: _Node, tokens: bytes, pages: list[int], now: float) -> _Node:
+        """Hang new pages under the node: one leaf, or a chain with a node for each use count where pages come back that are
+        remembered. Returns the last one.
+        """
+        start = 0
+        for _, group in groupby(self._histories(node, tokens, now), key=lambda history: history.num_uses):
+            history, *more = group
+            stop = start + 1 + len(more)
+            segment = tokens[start * self._page_bytes : stop * self._page_bytes]
+            child = _Node(node, segment, pages[start:stop], node.end, history)
+            node.children[self._first_page(child)] = child
+            node, start = child, stop
+        return node
+
+    def _histories(self, node: _Node, tokens: bytes, now: float) -> list[History]:
+        """One a page of tokens that are to be held below the node: used for the first time, unless a ghost knows better."""
+        first, ghosts = self._recorder.first(now), self._victims.ghosts
+        if ghosts is None:
+            return [first] * (len(tokens) // self._page_bytes)
+        histories = []
+        for fingerprint in self._chain(self._end_print(node), tokens):
+            known = ghosts.revive(fingerprint)
+            histories.append(self._recorder.again(known, now) if known else first)
+        return histories
 
     def _common_pages(self, segment: bytes, data: bytes, pos: int) -> int:
         """Whole pages that `segment` and data[pos:] share; at least the first one, fewer than all. Halves the
@@ -288,21 +312,22 @@ class RadixPrefixCache:
 
     def _tell_misses(self, node: _Node, data: bytes, pos: int, now: float) -> None:
         """Look up the pages that follow the cached prefix among the ghosts, until one is not there."""
-        fingerprint = self._end_print(node)
         num_held = self._num_evictable + self._num_protected
-        while pos < len(data):
-            fingerprint = hash((fingerprint, data[pos : pos + self._page_bytes]))
+        for fingerprint in self._chain(self._end_print(node), data, pos):
             if not self._victims.missed(fingerprint, now, num_held):
                 break
-            pos += self._page_bytes
+
+    def _chain(self, fingerprint: int, tokens: bytes, start: int = 0) -> Iterator[int]:
+        """Fingerprints of the pages of `tokens` from byte `start` on: each one is a hash of the one before and of the page."""
+        for pos in range(start, len(tokens), self._page_bytes):
+            fingerprint = hash((fingerprint, tokens[pos : pos + self._page_bytes]))
+            yield fingerprint
 
     def _end_print(self, node: _Node) -> int:
         return 0 if node.parent is None else self._prints(node)[-1]
 
     def _prints(self, node: _Node) -> list[int]:
-        """Fingerprints of a node's pages: a chain of hashes from the root, so that they don't depend on how
-        it was split.
-        """
+        """Fingerprints of a node's pages: a chain from the root, so that they don't depend on how it was split."""
         missing = []
         for step in self._path(node):
             if step.prints is not None:
@@ -310,9 +335,6 @@ class RadixPrefixCache:
             missing.append(step)
         for step in reversed(missing):
             assert step.parent is not None
-            fingerprint, step.prints = self._end_print(step.parent), []
-            for start in range(0, len(step.tokens), self._page_bytes):
-                fingerprint = hash((fingerprint, step.tokens[start : start + self._page_bytes]))
-                step.prints.append(fingerprint)
+            step.prints = list(self._chain(self._end_print(step.parent), step.tokens))
         assert node.prints is not None
         return node.prints

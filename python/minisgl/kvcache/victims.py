@@ -153,9 +153,11 @@ class Victims:
 
     def missed(self, key: Hashable, now: float, num_held: int) -> bool:
         """A request asked for the page `key`, which is not among the num_held pages held: was it evicted not long ago?"""
-        ghost = self.ghosts.take(key) if self.ghosts is not None else None
-        if ghost is None:
+        if self.ghosts is None or key not in self.ghosts:
             return False
+        ghost = self.ghosts.regret(key)
+        if ghost is None:
+            return True
         self.num_ghost_hits += 1
         if self.learner is not None:
             self.learner.penalise(ghost, (self._num_evicted - ghost.serial) / max(1, num_held))
