@@ -30,7 +30,13 @@ def check_tokens(folder: Path, **options: Any) -> bool:
     prompts = make_prompts([1, 17, 45])
     expected = [greedy(model, prompt, 32) for prompt in prompts]
     with LLM(
-        str(folder), device="cuda", dtype="float32", num_pages=200, tensor_parallel_size=2, **options
+        str(folder),
+        device="cuda",
+        dtype="float32",
+        num_pages=200,
+        tensor_parallel_size=2,
+        cuda_graph_max_bs=4,  # every size compiles kernels, on every rank
+        **options,
     ) as llm:
         for _ in range(2):
             assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == expected
