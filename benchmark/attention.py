@@ -27,6 +27,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from minisgl.attention import AttentionBackend, AttentionBatch, AttentionProblem, LayerCache
+from minisgl.attention.choice import write_record
 from minisgl.attention.flashinfer import FlashInferAttention
 from minisgl.attention.torch_sdpa import TorchAttention
 from minisgl.attention.triton_paged import (
@@ -148,23 +149,34 @@ def dense_torch_us(pool: Pool, work: Work) -> float | None:
     return graph_us(calls).median
 
 
-def flashinfer_us(pool: Pool, work: Work, batches: list[AttentionBatch], q_THC: torch.Tensor) -> float | None:
-    """FlashInfer on the same pages, one planned wrapper a batch; None where it is not installed."""
-    if FlashInferAttention().supports(pool.problem, CUDA) is not None:
+def flashinfer_us(
+    pool: Pool, work: Work, batches: list[AttentionBatch], q_THC: torch.Tensor, kernels: str
+) -> float | None:
+    """FlashInfer on the same pages, one planned wrapper a batch; None where it is not installed or fails, which is printed."""
+    if FlashInferAttention(kernels).supports(pool.problem, CUDA) is not None:
         return None
-    check(FlashInferAttention(), pool, batches[0], q_THC)
-    calls = [backend_calls(FlashInferAttention(), pool, work, [batch], q_THC)[0] for batch in batches[:16]]
-    return graph_us(calls).median
+    try:
+        check(FlashInferAttention(kernels), pool, batches[0], q_THC)
+        calls = [
+            backend_calls(FlashInferAttention(kernels), pool, work, [batch], q_THC)[0]
+            for batch in batches[:16]
+        ]
+        return graph_us(calls).median
+    except (
+        Exception
+    ) as error:  # its kernels compile at their first call, which needs a toolchain that may be absent
+        print(f"flashinfer ({kernels}): {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return None
 
 
-def measure(pool: Pool, work: Work, bandwidth: float, shape: str, with_peer: bool) -> dict[str, Any]:
-    """Check and time one case; what is worth a record."""
+def measure(pool: Pool, work: Work, bandwidth: float, shape: str, peer: str | None) -> dict[str, Any]:
+    """Check and time one case; what is worth a record. peer: FlashInfer's kernels to compare with, None for no peers."""
     problem, backend = pool.problem, TritonAttention()
     batches, q_THC = pool.batches(work), pool.queries(work)
     error = check(backend, pool, batches[0], q_THC)
     median, low, high = graph_us(backend_calls(backend, pool, work, batches, q_THC))
-    dense = dense_torch_us(pool, work) if with_peer else None
-    paged = flashinfer_us(pool, work, batches, q_THC) if with_peer else None
+    dense = None if peer is None else dense_torch_us(pool, work)
+    paged = None if peer is None else flashinfer_us(pool, work, batches, q_THC, peer)
     limits = limits_of(CUDA)
     rows = work.q_len * problem.group_size
     tile = (
@@ -196,6 +208,15 @@ def row(record: dict[str, Any]) -> str:
         f"{record['shape']:14} {record['case']:32} {record['us']:9.1f} us  {record['bandwidth_percent']:5.1f} % HBM  "
         f"{record['tflops']:6.1f} TFLOP/s  {', '.join(peers)}"
     )
+
+
+def entry_of(prompts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `auto` chooses by: both backends' times of the same prompts, added up."""
+    return {
+        "case": f"{prompts[0]['shape']}: " + ", ".join(record["case"] for record in prompts),
+        "triton_us": round(sum(record["us"] for record in prompts), 1),
+        "flashinfer_us": round(sum(record["flashinfer_us"] for record in prompts), 1),
+    }
 
 
 def decode_tiles(problem: AttentionProblem) -> Iterator[DecodeTile]:
@@ -317,6 +338,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=numbers, default="1024,4096,16384")
     parser.add_argument("--prefill", type=numbers, default="2048,8192", help='prompt lengths; "" for none')
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--flashinfer", default="auto", help="its kernels: auto, fa2 or fa3")
+    parser.add_argument("--write-record", action="store_true", help="let auto choose by this run's prompts")
     parser.add_argument("--no-peer", action="store_true", help="time this backend alone")
     parser.add_argument(
         "--sweep", action="store_true", help="try tiles instead of measuring the default ones"
@@ -355,10 +378,16 @@ def main() -> None:
                 if works:
                     sweep(pool, works, options.seconds, shape)
             continue
+        prompts = []
         for work in decodes + prefills:
-            record = measure(pool, work, bandwidth, shape, not options.no_peer)
+            peer = None if options.no_peer else options.flashinfer
+            record = measure(pool, work, bandwidth, shape, peer)
             append_record("attention", record)
             print(json.dumps(record) if options.json else row(record), flush=True)
+            if work.q_len > 1 and record["flashinfer_us"] is not None:
+                prompts.append(record)
+        if options.write_record and prompts:
+            write_record(torch.cuda.get_device_name(), entry_of(prompts))
         del pool
 
 

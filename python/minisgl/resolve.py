@@ -28,7 +28,7 @@ class Facts:
     context_length: positions the model serves. expert_format, expert_group_size: what keeps the checkpoint's experts as they
     are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights. dense_group:
     columns that share a scale in a checkpoint whose attention is fp8 in blocks, else 0. has_fp8: whether the CUDA device
-    computes in fp8.
+    computes in fp8. attention: backend for 16 bits on this GPU, and why.
     """
 
     has_cuda: bool
@@ -39,6 +39,7 @@ class Facts:
     expert_group_size: int = 128
     dense_group: int = 0
     has_fp8: bool = False
+    attention: tuple[str, str] = ("triton", "the fastest on cuda without extras")
 
 
 def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
@@ -49,7 +50,7 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
     config.validate()
     made: list[Decision] = []
     model = _resolve_model(config.model, facts, made)
-    kernel = _resolve_kernel(config.kernel, model.device == "cuda", facts, made)
+    kernel = _resolve_kernel(config.kernel, model, facts, made)
     cache = _resolve_cache(config, model, made)
     return replace(config, model=model, kernel=kernel, cache=cache), made
 
@@ -113,12 +114,17 @@ def _choose_dtype(device: str, facts: Facts) -> tuple[str, str]:
     return facts.checkpoint_dtype, "the checkpoint's own"
 
 
-def _resolve_kernel(kernel: KernelConfig, on_cuda: bool, facts: Facts, made: list[Decision]) -> KernelConfig:
+def _resolve_kernel(
+    kernel: KernelConfig, model: ModelConfig, facts: Facts, made: list[Decision]
+) -> KernelConfig:
     """Backends, and the format of the experts."""
-    device = "cuda" if on_cuda else "cpu"
+    device, dtype = model.device, model.dtype
+    on_cuda = device == "cuda"
     attention, moe = kernel.attention_backend, kernel.moe_backend
     if attention == "auto":
-        name, reason = "triton" if on_cuda else "sdpa", f"the fastest on {device} without extras"
+        name, reason = facts.attention if on_cuda else ("sdpa", "the fastest on cpu without extras")
+        if on_cuda and dtype == "float32":
+            name, reason = "triton", "the fastest on cuda in float32"
         attention = _decide(made, "--attention-backend", name, reason)
     if moe == "auto":
         moe = _decide(made, "--moe-backend", "fused" if on_cuda else "torch", f"the fastest on {device}")

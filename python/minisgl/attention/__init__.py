@@ -14,6 +14,7 @@ from minisgl.attention.base import (
     LayerCache,
 )
 from minisgl.attention.flashinfer import FlashInferAttention
+from minisgl.attention.mixed import MixedAttention
 from minisgl.attention.torch_sdpa import TorchAttention
 
 __all__ = [
@@ -38,6 +39,8 @@ if importlib.util.find_spec("triton"):
     from minisgl.attention.triton_paged import TritonAttention
 
     _MAKERS["triton"] = TritonAttention
+    # FlashInfer plans on the host, which no CUDA graph can hold: decode steps are triton's.
+    _MAKERS["flashinfer"] = lambda: MixedAttention(FlashInferAttention(), TritonAttention())
 else:
     _MISSING["triton"] = "Triton is not installed (pip install triton, Linux only)"
 

@@ -2,7 +2,7 @@
 
 One wrapper serves decode, prefill and mixed batches: with grouped heads FlashInfer's tensor-core decode is its prefill kernel.
 FlashInfer cuts the work on the host, from lengths of this very step, so a plan reads the lengths back and holds for one content
-only. Hence graph_safe is False: with CUDA graphs the Triton backend is the one to use.
+only. Hence graph_safe is False; `--attention-backend flashinfer` leaves decode steps to the Triton backend (`mixed`).
 
 Interface: https://docs.flashinfer.ai, BatchPrefillWithPagedKVCacheWrapper, NHD layout.
 """
@@ -35,13 +35,17 @@ class FlashInferPlan:
 
 
 class FlashInferAttention:
-    """`AttentionBackend` on CUDA with FlashInfer installed. A new plan replaces the one before."""
+    """`AttentionBackend` on CUDA with FlashInfer installed. A new plan replaces the one before.
+
+    kernels: FlashInfer's own choice of them ("auto"), or "fa2" or "fa3" by name.
+    """
 
     name = "flashinfer"
     graph_safe = False
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: str = "auto") -> None:
         self._wrapper: Any = None
+        self._kernels = kernels
 
     def supports(self, problem: AttentionProblem, device: torch.device) -> str | None:
         if flashinfer is None:
@@ -93,7 +97,9 @@ class FlashInferAttention:
     def _get_wrapper(self, device: torch.device) -> Any:
         if self._wrapper is None:
             workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", backend=self._kernels
+            )
         return self._wrapper
 
     def forward(

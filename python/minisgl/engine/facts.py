@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from minisgl.attention.choice import fastest
 from minisgl.layers.fp8 import FP8_CAPABILITY
 from minisgl.models.checkpoints import stored_experts
 from minisgl.models.dense import stored_group
@@ -18,7 +20,7 @@ def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
     """What this machine and this model are, for `resolve.resolve`."""
     has_cuda = torch.cuda.is_available()
     experts = stored_experts(folder, expert_shape(spec)) if spec.moe is not None else None
-    return Facts(
+    facts = Facts(
         has_cuda=has_cuda,
         has_bf16=has_cuda and torch.cuda.get_device_capability()[0] >= 8,
         checkpoint_dtype=str(spec.dtype).removeprefix("torch."),
@@ -28,3 +30,6 @@ def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
         dense_group=stored_group(folder),
         has_fp8=has_cuda and torch.cuda.get_device_capability() >= FP8_CAPABILITY,
     )
+    if not has_cuda:
+        return facts
+    return replace(facts, attention=fastest(torch.cuda.get_device_name(), spec.head_dim, spec.sinks))

@@ -18,8 +18,9 @@ CUDA = torch.device("cuda")
 class StandIn:
     """BatchPrefillWithPagedKVCacheWrapper as its documentation describes it, computed by the reference backend."""
 
-    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
         assert workspace.dtype == torch.uint8
+        assert backend == "auto"
         assert layout == "NHD"
 
     def plan(
