@@ -21,7 +21,7 @@ PART_WORDS = (
     ("router", (".gate.", ".router.", "gate_inp", "e_score_correction_bias")),
     ("embedding", ("embed_tokens", "wte", "token_embd")),
     ("head", ("lm_head", "output.weight")),
-    ("norms", ("layernorm", ".norm.", "_norm.")),
+    ("norms", ("layernorm", ".norm.")),
     ("attention", ("attn", "attention")),
     ("dense MLPs", ("mlp", "ffn")),
 )

@@ -6,6 +6,7 @@ import argparse
 import ast
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from minisgl.planner import (
 from minisgl.planner import features as feature_table
 from minisgl.planner.breakdown import breakdown
 from minisgl.planner.candidates import make_plan
+from minisgl.planner.env import driver_report
 from minisgl.planner.features import Feature
 from minisgl.planner.gpus import GPUS
 from minisgl.planner.machine import Machine, named_machine, this_machine
@@ -553,6 +555,18 @@ def test_env_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_env(parser.parse_args(["--json", "--no-probe"])) == 0
     report = json.loads(capsys.readouterr().out)
     assert {"minisgl", "python", "torch", "GPU", "host memory", "limits"} <= report.keys()
-    assert "CPU speed" not in report
+    assert "CPU speed" not in report and "pinnable" in report["host memory"] and "memlock" in report["limits"]
     assert run_env(parser.parse_args([])) == 0
     assert "GB/s" in capsys.readouterr().out
+
+
+def test_env_says_what_the_driver_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for script, expected in (("echo 570.1, 5, 16", "570.1, PCIe 5 x16"), ("exit 3", "CalledProcessError")):
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        assert expected in driver_report()
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_report() == "unknown: no nvidia-smi"
