@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+from minisgl.models.download import download
 from minisgl.models.smollm2 import ensure_smollm2
 
 DEMO_FOLDER = Path(__file__).parents[1] / "assets" / "demo"
@@ -67,7 +67,7 @@ def _demo() -> Path:
 
 def _from_hugging_face(model: str, revision: str | None, patterns: list[str], offline: bool) -> str:
     try:
-        return snapshot_download(
+        return download(
             model,
             revision=revision,
             allow_patterns=patterns,

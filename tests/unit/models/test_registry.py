@@ -57,7 +57,7 @@ def test_hugging_face_gets_what_is_needed(tmp_path, monkeypatch):
         calls.append((model, options))
         return str(tmp_path)
 
-    monkeypatch.setattr(registry, "snapshot_download", download)
+    monkeypatch.setattr(registry, "download", download)
     assert resolve_model("owner/name", revision="v1") == tmp_path
     resolve_model("owner/name", weights=False)
     (model, with_weights), (_, without) = calls
@@ -92,7 +92,7 @@ def test_hub_errors_name_the_remedy(monkeypatch, error, message):
     def fail(model, **options):
         raise error
 
-    monkeypatch.setattr(registry, "snapshot_download", fail)
+    monkeypatch.setattr(registry, "download", fail)
     with pytest.raises(ValueError, match=message):
         resolve_model("owner/name", revision="v9")
 
@@ -101,7 +101,7 @@ def test_offline_says_so(monkeypatch):
     def fail(model, **options):
         raise LocalEntryNotFoundError("not cached")
 
-    monkeypatch.setattr(registry, "snapshot_download", fail)
+    monkeypatch.setattr(registry, "download", fail)
     with pytest.raises(
         ValueError, match=r"--offline: owner/name at v9 is not in the cache, whole: leave out"
     ):
