@@ -16,7 +16,7 @@ captured graph is valid for any content, and a mixed batch is spared the empty p
 
 Decode is latency, so its two kernels may start while the one before drains (programmatic dependent launch, PDL). Until
 `gdc_wait` returns they read lengths and page table only: whoever launches must have written those at least two kernels earlier.
-Every program passes the wait, also one with nothing to do: then a finished kernel means that all earlier ones have finished.
+Some program of every launch passes the wait, also if none has work: so a finished kernel means that all earlier ones are.
 
 Integers that count tokens fit 32 bits; offsets into the cache are 64-bit, since a pool passes 2^31 elements easily.
 """
@@ -162,6 +162,10 @@ def decode_kernel(
     ends = tl.cumsum(counts, 0)
     requests = tl.arange(0, BLOCK_B)
     b = tl.sum((ends <= chunk).to(tl.int32), 0)
+    is_first = (g == 0) & (chunk == 0)
+    # The grid is an upper bound: most of it has nothing to do and leaves before the wait, which frees its place.
+    if (b >= num_requests) & (not is_first):
+        return
     length = tl.sum(tl.where(requests == b, lengths, 0), 0)
     count = tl.sum(tl.where(requests == b, counts, 0), 0)
     skipped = tl.sum(tl.where(requests < b, counts, 0), 0)
@@ -174,7 +178,7 @@ def decode_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if (g == 0) & (chunk == 0):  # for `combine`, which would have to repeat all of the above
+    if is_first:  # for `combine`, which would have to repeat all of the above
         tl.store(first_chunk_ptr + requests, ends - counts, mask=requests < num_requests)
         tl.store(num_chunks_ptr + requests, counts, mask=requests < num_requests)
     if b >= num_requests:
