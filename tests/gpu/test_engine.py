@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.core import Request
+from minisgl.engine.memory import DoesNotFit
 from tests.e2e.model_factory import greedy, make_model, make_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -61,6 +64,66 @@ def test_graphs_and_overlap_change_no_token(tmp_path: Path, name: str, dtype: st
             sampled = SamplingParams(temperature=0.8, seed=4, max_tokens=20, ignore_eos=True)
             runs[graphs, disable_overlap] += tokens(llm, prompts[:5], sampled)
     assert all(run == runs[0, True] for run in runs.values())
+
+
+def eventful(llm: LLM, prompts: list[list[int]]) -> dict[str, list[int]]:
+    """Tokens of requests that arrive while others run; every third is aborted after a few of its tokens, and left out."""
+    found: dict[str, list[int]] = {f"request-{i}": [] for i in range(len(prompts))}
+    waiting, aborted = list(enumerate(prompts)), set()
+    while waiting or llm.scheduler.has_work:
+        for i, prompt in waiting[:2]:
+            llm.scheduler.add(Request(f"request-{i}", tuple(prompt), GREEDY))
+        waiting = waiting[2:]
+        for _ in range(3):
+            for output in llm.scheduler.step():
+                found[output.request_id] += [] if output.token_id is None else [output.token_id]
+        for i in range(0, len(prompts), 3):
+            name = f"request-{i}"
+            if len(found[name]) >= 5 and name not in aborted:
+                llm.scheduler.abort(name)
+                aborted.add(name)
+    assert len(aborted) == -(-len(prompts) // 3)
+    return {name: ids for name, ids in found.items() if name not in aborted}
+
+
+@pytest.mark.parametrize("num_pages", [200, 24], ids=["roomy", "preempting"])
+def test_arrivals_and_aborts_change_no_token(tmp_path: Path, num_pages: int) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    prompts = make_prompts([16, 1, 15, 17, 40, 2, 32, 5, 31, 8, 3])
+    expected = None
+    for graphs in (0, 4):
+        for disable_overlap in (True, False):
+            llm = LLM(
+                str(tmp_path),
+                device="cuda",
+                dtype="float32",
+                num_pages=num_pages,
+                cuda_graph_max_bs=graphs,
+                disable_overlap=disable_overlap,
+                max_running_requests=5,
+            )
+            found = eventful(llm, prompts)
+            assert all(len(ids) == GREEDY.max_tokens for ids in found.values())
+            expected = expected or found
+            assert found == expected, (graphs, disable_overlap)
+
+
+def test_a_memory_limit_is_kept(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    gc.collect()
+    torch.cuda.empty_cache()
+    options = {"device": "cuda", "dtype": "bfloat16", "max_running_requests": 4, "memory_ratio": 0.9}
+    llm = LLM(str(tmp_path), gpu_memory_limit="3GiB", **options)
+    try:
+        assert 1.5 * 2**30 < llm.engine.ledger().total < 2.5 * 2**30
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * 2**30, dtype=torch.uint8, device="cuda")
+    finally:
+        llm.close()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with pytest.raises(DoesNotFit):
+        LLM(str(tmp_path), gpu_memory_limit="513MiB", **options)
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_preemption_on_the_device(tmp_path: Path) -> None:
