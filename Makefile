@@ -42,11 +42,16 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(PY) benchmark/engine.py --model demo
 
-# Client libraries that nobody here wrote, in an environment of their own (some pull in a great deal).
+# Client libraries that nobody here wrote, in an environment of their own (some pull in a great deal), and Ray in one that sees
+# the engine's packages, too.
 test-clients: $(STAMP)
 	test -d $(VENV)/clients || $(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/pip install --quiet --requirement tests/clients/requirements.txt
 	npm install --silent --prefix $(VENV)/clients openai
+	test -d $(VENV)/ray || $(PYTHON) -m venv $(VENV)/ray
+	echo "import site; site.addsitedir('$$($(PY) -c 'import site; print(site.getsitepackages()[0])')')" \
+	  > $$($(VENV)/ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/engine.pth
+	$(VENV)/ray/bin/pip install --quiet --constraint constraints.txt 'ray[serve]' pyarrow
 	$(VENV)/clients/bin/python -m pytest tests/clients --confcutdir=tests/clients
 
 # On a machine with a CUDA GPU; prints a reason for every skip elsewhere.
