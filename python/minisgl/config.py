@@ -254,6 +254,11 @@ class ParallelConfig:
         ):
             if given and ep == 1:
                 raise ValueError(f"{name} needs --expert-parallel-size (and --tp) of at least 2")
+        if self.disable_moe_communication_overlap and self.moe_ep_dispatch not in ("dynamic", "static"):
+            raise ValueError(
+                "--disable-moe-communication-overlap: tokens travel only with --moe-ep-dispatch dynamic or static; add one, or "
+                "leave it out"
+            )
         for position, expert in enumerate(replicated):
             if expert < 0 or expert in replicated[:position]:
                 what = "names a negative expert" if expert < 0 else f"names expert {expert} twice"

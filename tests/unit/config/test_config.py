@@ -84,6 +84,7 @@ EP2 = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
             {**EP2, "moe_ep_dispatch": "dynamic", "cuda_graph_max_bs": 8},
             "dynamic .* leave out --cuda-graph-max-bs 8",
         ),
+        ({**EP2, "disable_moe_communication_overlap": True}, "dynamic or static; add one"),
         ({**EP2, "collective_timeout": 0.0}, "--collective-timeout=0.0"),
         ({"moe_small_m_threshold": "x"}, "whole number"),
         ({"max_seq_len_override": 1}, "max-seq-len-override"),
