@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +34,7 @@ def start(arguments: Sequence[str], extra: dict[str, str] | None = None) -> subp
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # so that `interrupt` reaches it and its children alone
     )
 
 
@@ -42,6 +45,11 @@ def start_ranks(arguments: Sequence[str], size: int) -> list[subprocess.Popen[st
     return [start(arguments, place.environment()) for place in places][::-1]
 
 
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """Ctrl-C: a terminal sends it to all processes of the group."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
 def ends(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:
     """(exit code, output), or the process killed and a failure."""
     try:
@@ -50,6 +58,23 @@ def ends(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]
         process.kill()
         raise AssertionError(f"still running after {timeout} s: {process.communicate()[0]}") from None
     return process.returncode, output
+
+
+def files_of(pids: Sequence[int]) -> set[Path]:
+    """Shared memory and Unix sockets that processes hold and that have a name in the file system."""
+    sockets = {}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        if len(fields := line.split()) == 8 and fields[7].startswith("/"):
+            sockets[f"socket:[{fields[6]}]"] = Path(fields[7])
+    found = set()
+    for pid in pids:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found |= {Path(line.split()[5]) for line in maps if "/dev/shm/" in line}
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (path := sockets.get(os.readlink(fd))) is not None:
+                    found.add(path)
+    return found
 
 
 def children(pid: int) -> list[int]:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minisgl import LLM
 from minisgl.parallel import Rendezvous
 from tests.e2e.model_factory import make_model
-from tests.parallel.processes import ENVIRONMENT, children, ends, free_port, runs, start, start_ranks, until
+from tests.parallel.processes import (
+    ENVIRONMENT,
+    children,
+    ends,
+    files_of,
+    free_port,
+    interrupt,
+    runs,
+    start,
+    start_ranks,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +60,17 @@ def test_two_process_groups_that_meet_over_tcp(folder: Path) -> None:
     assert "token_ids" in output and "token_ids" not in other
 
 
+def test_two_nodes_of_torchrun(folder: Path) -> None:
+    """As docs and examples say, on one host: an agent a node, and two ranks each, which share two key/value heads."""
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    line = command(folder, "--tp", "4", "--expert-parallel-size", "4", "--max-tokens", "8", "--json", "hello")
+    nodes = [start([*launcher, "--node-rank", str(node), *line]) for node in range(2)]
+    (code, output), (other_code, other) = (ends(node, 120) for node in nodes)
+    assert (code, other_code) == (0, 0), output + other
+    assert output.count("token_ids") == 2 and "token_ids" not in other, "prompt and answer, once"
+
+
 def test_a_launcher_of_another_size_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in Rendezvous(0, 3, 0, "127.0.0.1", free_port()).environment().items():
         monkeypatch.setenv(name, value)
@@ -60,13 +87,27 @@ def test_however_rank_0_ends_no_rank_stays(folder: Path, number: signal.Signals,
             break
     (child,) = children(process.pid)
     assert runs(child)
-    process.send_signal(number)
+    process.send_signal(number) if number == signal.SIGKILL else interrupt(process)
     assert ends(process, 10)[0] == code
     assert until(lambda: not runs(child), 5)
 
 
-def test_a_server_whose_rank_dies_answers_503_and_ends(folder: Path) -> None:
-    """Also with nothing to do: no request has to come for it to be noticed."""
+@dataclass
+class Served:
+    """A running server of two ranks. family: its engine's processes, rank 0 first; files: what they have in the file system."""
+
+    process: subprocess.Popen[str]
+    http: Any
+    family: list[int]
+    files: set[Path]
+
+    def nothing_is_left(self) -> bool:
+        gone = until(lambda: not any(runs(pid) for pid in self.family), 10)
+        return gone and not any(path.exists() for path in self.files)
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Served]:
     httpx = pytest.importorskip("httpx", reason="the server's packages are not installed")
     pytest.importorskip("fastapi", reason="the server's packages are not installed")
     port = free_port()
@@ -74,7 +115,7 @@ def test_a_server_whose_rank_dies_answers_503_and_ends(folder: Path) -> None:
         "--device",
         "cpu",
         "--num-pages",
-        "100",
+        "2000",
         "--tp",
         "2",
         "--port",
@@ -85,16 +126,49 @@ def test_a_server_whose_rank_dies_answers_503_and_ends(folder: Path) -> None:
     process = start(["-m", "minisgl", "serve", str(folder), *options])
     assert process.stdout is not None
     assert any("serving" in line for line in process.stdout)
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-        body = {"prompt": "hello", "max_tokens": 3}
-        assert http.post("/v1/completions", json=body).status_code == 200
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
         family = [pid for child in children(process.pid) for pid in (child, *children(child))]
-        (worker,) = [p for p in family if b"engine.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        found = Served(process, http, family, files_of([process.pid, *family]))
+        assert found.files, "the sockets between server and engine, at least"
+        try:
+            yield found
+        finally:
+            process.kill()
+
+
+def test_a_server_whose_rank_dies_answers_503_and_ends(folder: Path) -> None:
+    """Also with nothing to do: no request has to come for it to be noticed."""
+    with serving(folder) as served:
+        body = {"prompt": "hello", "max_tokens": 3}
+        assert served.http.post("/v1/completions", json=body).status_code == 200
+        (worker,) = [p for p in served.family if b"engine.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
         os.kill(worker, signal.SIGKILL)
-        until(lambda: http.get("/ready").status_code == 503, 5)
-    code, output = ends(process, 20)
-    assert code == 1 and "rank 1 has died" in output
-    assert until(lambda: not any(runs(pid) for pid in family), 5)
+        assert until(lambda: served.http.get("/ready").status_code == 503, 5)
+        code, output = ends(served.process, 20)
+        assert code == 1 and "rank 1 has died" in output
+        assert served.nothing_is_left()
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 0), (2, 2)])
+def test_ctrl_c_once_drains_and_twice_kills(folder: Path, times: int, code: int) -> None:
+    with serving(folder) as served:
+        body = {
+            "prompt": "hello",
+            "max_tokens": 300 if times == 1 else 19000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with served.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            interrupt(served.process)
+            if times == 1:
+                assert [line for line in lines if line][-1] == "data: [DONE]", "what had begun is finished"
+            else:
+                assert until(lambda: served.http.get("/ready").status_code == 503, 5)
+                interrupt(served.process)
+            assert ends(served.process, 30)[0] == code  # with the answer still open: leaving would end it
+        assert served.nothing_is_left()
 
 
 def test_an_environment_that_is_half_set_names_the_variable() -> None:

@@ -60,7 +60,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan-experts", "--trace", trace, "--ranks", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"]["imbalance"] == min(row["imbalance"] for row in answer["tried"])
-    assert answer["best"]["flags"].startswith("--expert-parallel-size 2 --moe-expert-placement ")
+    assert answer["best"]["flags"].startswith("--tp 2 --expert-parallel-size 2 --moe-expert-placement ")
     assert main(["plan-experts", "--trace", trace, "--ranks", "4", "--max-replicas", "2"]) == 0
     assert "--expert-parallel-size 4" in capsys.readouterr().out
 
