@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -71,7 +72,8 @@ def load(
     if not options["model"]:
         raise ValueError("no model was named: give --model PATH, a hub id, or --model demo")
     if getattr(args, "auto", False):
-        options = apply_auto(options, console, command="generate")
+        words = " ".join(["generate", *map(shlex.quote, getattr(args, "prompt", []))])
+        options = apply_auto(options, console, command=words)
     llm = LLM(record_routing=record_routing, **options)
     for decision in llm.decisions:
         console.print(f"[dim]{decision.flag} {decision.value}: {decision.reason}[/]", highlight=False)

@@ -81,9 +81,11 @@ def num_dense_params(spec: ModelSpec) -> int:
     return num_params(spec) - num_expert_params(spec)
 
 
-def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> int:
-    """Bytes of keys and values of one token over all layers. Qwen3-30B-A3B in bf16: 98,304."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element_bytes
+def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, num_ranks: int = 1) -> int:
+    """Bytes of keys and values of one token over all layers, on one of `num_ranks` GPUs: 2 x head_dim x
+    ceil(kv_heads / ranks) x itemsize x layers. Qwen3-30B-A3B in bf16: 98,304.
+    """
+    return 2 * spec.head_dim * -(-spec.num_kv_heads // num_ranks) * element_bytes * spec.num_layers
 
 
 @dataclass(frozen=True)

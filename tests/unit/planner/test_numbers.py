@@ -8,6 +8,7 @@ import torch
 from minisgl.engine.memory import Setup, workspace_bytes
 from minisgl.models.sizes import (
     ModelSizes,
+    kv_bytes_per_token,
     model_sizes,
     num_active_params,
     num_dense_params,
@@ -146,6 +147,8 @@ def test_shards_add_up() -> None:
         repeated = whole.params["norms"] + whole.params["router"] + whole.whole["attention"]
         divided = by_width.dense_params - repeated
         assert divided * ranks == pytest.approx(whole.dense_params - repeated, rel=1e-6)
+        spec = ModelSpec.from_config(configs.QWEN3_30B_A3B)
+        assert by_width.kv_bytes_per_token(BF16) == kv_bytes_per_token(spec, 2, ranks)
     eight = shard_sizes(whole, 8)
     assert eight.kv_bytes_per_token(BF16) * 4 == whole.kv_bytes_per_token(BF16), "ceil(4 / 8) = 1 head a rank"
     with pytest.raises(ValueError, match="can't be divided among 5 GPUs"):
