@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import tqdm
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,7 +18,6 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from tqdm import tqdm
 
 
 def download(model: str, **options: Any) -> str:
