@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.layers.moe import MoELayer
+from minisgl.layers.moe import MoELayer, Router
 from minisgl.moe.base import ExpertShape, Problem, Routing, RoutingRule
 from minisgl.moe.exchange import AllToAll, Exchange, Local, Rows, make_exchange
 from minisgl.moe.formats import get_format
@@ -206,6 +206,32 @@ def test_most_rows_is_what_the_largest_part_has(mode: str, replicated: bool) -> 
     found = [pair for pairs in on_ranks(size, work) for pair in pairs]
     assert all(rows <= most for rows, most in found)
     assert name == "dynamic" or all(rows == most for rows, most in found)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block", "int4", "int4_asym", "mxfp4"])
+def test_experts_of_every_format_can_be_spread(name: str) -> None:
+    """Whole experts keep their bits wherever they are, so the same sum comes out."""
+    shape, rule = ExpertShape(64, 64), RoutingRule(top_k=K)
+    weights = get_format(name, torch.float32, group_size=32)
+    whole = ResidentStore(E, shape, weights, CPU)
+    whole.fill_random(seed=1, std=0.2)
+    router, x_TD = Router(E, 64, rule, device=CPU, dtype=torch.float32), torch.randn(9, 64)
+    router.weight.normal_()
+    expected = MoELayer(router, whole, BACKEND)(x_TD)
+    assert expected.abs().max() > 0.1
+
+    def work(group: ThreadGroup) -> list[torch.Tensor]:
+        spread, out = ExpertSpread(E, group.size, "round-robin", (5,)), []
+        experts = spread.experts_of(group.rank)
+        store = ResidentStore(len(experts), shape, weights, CPU)
+        store.records_EB.copy_(whole.records_EB[list(experts)])
+        for mode in MODES:
+            out.append(MoELayer(router, store, BACKEND, exchange=make_mode(mode, spread, group))(x_TD))
+        return out
+
+    for outputs in on_ranks(4, work):
+        for y_TD in outputs:
+            torch.testing.assert_close(y_TD, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_one_rank_gives_the_bits_of_local() -> None:
