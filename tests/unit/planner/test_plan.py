@@ -47,10 +47,12 @@ from minisgl.planner.predict import (
     MOE_RUN_TBPS,
     SHARES,
     STEP_BOUND_MS,
+    STEP_LAYERS,
     STEP_MS,
     decode_ms,
     launch_us,
     local_hit_rate,
+    miss_gbps,
     prefill_seconds,
     random_hit_rate,
 )
@@ -304,15 +306,29 @@ def test_hit_rates() -> None:
     assert random_hit_rate(8, 128, 8) == 0.0625
 
 
+def test_measured_steps_are_predicted() -> None:
+    """Offloaded and resident decode steps on an H200, at the hit rates they had."""
+    records = {row["name"]: row for row in result_lines("limits")}
+    offloaded = records["offloaded-decode"]
+    where = machine("H200", link_gbps=offloaded["link_gbps"])
+    setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=40_960)
+    for weight_format, slots, _, hits, measured in offloaded["value"]:
+        cached = replace(setup, weight_format=weight_format, num_slots=slots)
+        assert decode_ms(QWEN.sizes, cached, where, 1024, hits) == pytest.approx(measured, rel=0.08)
+    assert decode_ms(QWEN.sizes, setup, where, 150, 1.0) == pytest.approx(STEP_MS, rel=0.05)
+
+
 def test_the_link_bound_is_bytes_by_miss_rate_by_bandwidth() -> None:
     """Figures of an fp8 and a 4-bit cache at about 51 GB/s: 33.3 ms with 8 slots and random routing, 2.0 ms at 89.4 % hits."""
     where = machine("H200", link_gbps=51 / LINK_KERNEL_SHARE)
     setup = Setup(on_cuda=True, dtype=torch.bfloat16, max_seq_len=40_960)
     for weight_format, slots, hits, expected in (("fp8", 8, 0.0625, 33.3), ("int4", 49, 0.894, 2.0)):
-        slow = replace(setup, weight_format=weight_format, num_slots=slots)
-        fast = replace(where, read_gbps=1e9)
-        link = decode_ms(QWEN.sizes, slow, fast, 0, hits) - 48 * launch_us(weight_format)[1] / 1e3
-        assert link == pytest.approx(expected, rel=0.05)
+        cached = replace(setup, weight_format=weight_format, num_slots=slots)
+        missed = 48 * 8 * QWEN.sizes.record_bytes(weight_format, torch.bfloat16) * (1 - hits)
+        link = missed / miss_gbps(QWEN.sizes, cached, where) / 1e6
+        assert link == pytest.approx(expected, rel=0.01)
+        slower = decode_ms(QWEN.sizes, cached, replace(where, link_gbps=where.link_gbps / 2), 0, hits)
+        assert slower - decode_ms(QWEN.sizes, cached, where, 0, hits) == pytest.approx(link, rel=0.01)
 
 
 def test_resident_decode_reads_weights_once() -> None:
@@ -358,7 +374,7 @@ def test_constants_have_records() -> None:
         for line in source.read_text().splitlines()
         if "source: " in line
     ]
-    own = {f"{name}.jsonl {row['time']}" for name in ("moe", "engine") for row in result_lines(name)}
+    own = {f"moe.jsonl {row['time']}" for row in result_lines("moe")}
     assert named and set(named) <= records.keys() | own
     assert records["triton-launch"]["value"] == LAUNCH_US and records["host-copy"]["value"] == HOST_COPY_GBPS
     moe = {row["time"]: row for row in result_lines("moe")}
@@ -371,9 +387,8 @@ def test_constants_have_records() -> None:
     (int4,) = (r["us"] for r in before["results"] if (r["format"], r["num_tokens"]) == ("int4", 1))
     assert (tuned["measured_tb_per_s"], before["measured_tb_per_s"]) == (MOE_RUN_TBPS, INT4_RUN_TBPS)
     assert int4 == pytest.approx(INT4_LAYER_US, abs=0.01)
-    (step,) = (row for row in result_lines("engine") if row["time"] == "2026-11-29T17:06:59+00:00")
-    assert step["rows"][0]["step_s"] * 1e3 == pytest.approx(STEP_MS, abs=1e-3)
-    assert step["rows"][0]["bound_s"] * 1e3 == pytest.approx(STEP_BOUND_MS, abs=1e-3)
+    step = records["decode-step"]["value"]
+    assert (step["step_ms"], step["bound_ms"], step["layers"]) == (STEP_MS, STEP_BOUND_MS, STEP_LAYERS)
     assert SHARES.read == pytest.approx(records["hbm-read"]["value"] / 4.8)
     assert SHARES.link == pytest.approx(records["pinned-h2d"]["value"] / 63)
     assert LOCAL_HITS[1:] == tuple(map(tuple, records["local-routing"]["value"]))
