@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.moe.kernels.fetch import fetch_kernel
+from minisgl.moe.kernels.launch import has_dependent_launch, pdl_options
 from minisgl.moe.kernels.place import place_kernel
 from minisgl.moe.store.planning import num_waves
 from minisgl.moe.workspace import next_power_of_two
@@ -94,6 +95,10 @@ class DevicePlan:
         programs: int,
     ) -> None:
         begin, end = part[0] // 8, part[1] // 8
+        first = {
+            "PDL": has_dependent_launch(slab_SB.device)
+        }  # lets the second part start, and itself starts as always
+        dependent = pdl_options(slab_SB.device) if begin else first
         block = min(FETCH_WORDS, next_power_of_two(end - begin))
         most = self.num_slots * -(-(end - begin) // block)
         fetch_kernel[(min(programs, most),)](
@@ -109,4 +114,5 @@ class DevicePlan:
             SOME=place_of_E is not None,
             BLOCK=block,
             num_warps=8,
+            **dependent,
         )

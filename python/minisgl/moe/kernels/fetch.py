@@ -4,12 +4,17 @@ The copy engine would be a little faster, but the host must tell it what to copy
 device memory: eight programs of it keep a PCIe 5 x16 link at 50 of its 55 GB/s, and leave the rest of the device to whatever
 computes meanwhile. A record is copied by all programs together, a chunk each, so a single miss uses the whole link, too.
 
+A record may travel in two launches, the parts of gate_up first. The second begins while the first drains, so that the link
+doesn't idle between them; it needs nothing of the first, and therefore never waits for it.
+
 With SOME it takes from the list only what is at hand in device memory: experts that a prompt used pass through transient slots,
 and those that its last tokens used are copied from there.
 """
 
 import triton
 import triton.language as tl
+
+from minisgl.moe.kernels.dependent import start_next
 
 
 @triton.jit
@@ -25,6 +30,7 @@ def fetch_kernel(
     END: tl.constexpr,
     SOME: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (END - BEGIN + BLOCK - 1) // BLOCK
     total = tl.load(num_fetch) * CHUNKS
@@ -40,3 +46,4 @@ def fetch_kernel(
         inside = word < end
         value = tl.load(records_EW + expert * WORDS + word, mask=inside, other=0)
         tl.store(slab_SW + slot * WORDS + word, value, mask=inside)
+    start_next(PDL)
