@@ -179,6 +179,18 @@ def test_mixed_k_quants_are_quantized_anew_and_exact_when_asked_for_plain(tmp_pa
     torch.testing.assert_close(found, expected_logits(tmp_path, meant), rtol=1e-4, atol=1e-3)
 
 
+def test_eight_bits_become_int8_and_the_log_says_what_it_costs(tmp_path: Path, caplog) -> None:
+    make_model(tmp_path, "qwen3_moe", **SIZES)
+    meant = write_gguf(tmp_path, "qwen3moe", all_experts(Type.Q8_0))
+    assert stored_experts(tmp_path, expert_shape(ModelSpec.from_folder(tmp_path))) == ExpertChoice("int8")
+    with caplog.at_level(logging.WARNING):
+        found = logits(tmp_path)
+    (record,) = caplog.records
+    assert "as int8, because GGUF's Q8_0 is not int8; relative error added: 0." in record.getMessage()
+    expected = expected_logits(tmp_path, meant)
+    assert (found - expected).norm() < 0.3 * expected.norm()
+
+
 def test_convert_from_gguf(tmp_path: Path) -> None:
     make_model(tmp_path / "source", "qwen3_moe", **SIZES)
     write_gguf(tmp_path / "source", "qwen3moe", all_experts(Type.Q4_0))

@@ -101,8 +101,7 @@ def convert(
     if out.exists():
         raise ValueError(f"{out} exists: remove it, or give another --out")
     plan = Plan(open_checkpoint(folder), spec, choice, out, device)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
+    free = shutil.disk_usage(next(path for path in out.absolute().parents if path.exists())).free
     if free < plan.num_bytes:
         raise ValueError(
             f"{out.parent} has {free / 1e9:.1f} GB free, the experts take {plan.num_bytes / 1e9:.1f}: free some"
@@ -114,8 +113,10 @@ def convert(
 @contextmanager
 def _whole_or_nothing(out: Path) -> Iterator[Path]:
     """A folder that gets its name at the end, or disappears."""
-    staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    staging = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
         yield staging
         staging.chmod(0o755)
         staging.rename(out)
@@ -125,7 +126,8 @@ def _whole_or_nothing(out: Path) -> Iterator[Path]:
             "another --out"
         ) from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write(plan: Plan, folder: Path, advance: Callable[[int], object]) -> Manifest:

@@ -305,6 +305,13 @@ def test_a_limit_on_file_sizes_leaves_nothing(source: Path, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
+def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        with pytest.raises(ValueError, match=rf"{out} can't be written .*give another --out"):
+            convert(source, out, ExpertChoice("int8"), CPU)
+
+
 def test_what_cannot_be_converted(source: Path, converted: Path, tmp_path: Path) -> None:
     cases = [
         (source, ExpertChoice("none"), "plain experts are read as fast"),

@@ -48,6 +48,27 @@ dense = sum(p.nbytes for p in decoder.parameters())
 print(json.dumps({"grown": peak() - before, "experts": experts, "dense": dense}))
 """
 
+ENGINE = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from minisgl.config import EngineConfig
+from minisgl.engine.engine import Engine
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.ones(2**22).to(torch.float8_e4m3fn)
+torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)
+options = {"device": "cpu", "dtype": "bfloat16", "num_pages": 4, "moe_expert_quantization": sys.argv[2]}
+options |= {"moe_expert_offload": True, "moe_expert_cache_size": "2", "max_running_requests": 2, "max_prefill_length": 16}
+config = EngineConfig.from_kwargs(model=sys.argv[1], **options, **json.loads(sys.argv[3]))
+before = peak()
+engine = Engine(config, Path(sys.argv[1]))
+ledger = engine.ledger()
+print(json.dumps({"grown": peak() - before, "experts": ledger.line("experts on the host"), "total": ledger.total}))
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -78,14 +99,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 @pytest.mark.parametrize("weight_format", ["fp8", "int4"])
 def test_peak_memory(folder: Path, weight_format: str) -> None:
+    numbers = measure(LOAD, str(folder), weight_format)
+    assert numbers["experts"] > 70 * MB
+    least = numbers["experts"] + numbers["dense"]
+    assert 0.9 * least < numbers["grown"] < least + LIMIT + 16 * MB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+@pytest.mark.parametrize(
+    "options", [{}, {"quantize_dense": "fp8", "embedding_on_host": True}], ids=["plain", "fp8"]
+)
+def test_peak_memory_of_an_engine_with_offload(folder: Path, options: dict) -> None:
+    """Experts in host memory, slots, dense weights and pages, which the ledger counts, and what is read ahead."""
+    numbers = measure(ENGINE, str(folder), "fp8", json.dumps(options))
+    assert numbers["experts"] > 140 * MB
+    assert 0.9 * numbers["experts"] < numbers["grown"] < numbers["total"] + LIMIT + 16 * MB
+
+
+def measure(code: str, *arguments: str) -> dict[str, int]:
+    """What a process of its own prints. A shell starts it: who is started by this process has its ru_maxrss from the start."""
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root / "python"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LOAD, str(folder), weight_format]
+    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    numbers = json.loads(result.stdout)
-    assert numbers["experts"] > 70 * MB
-    assert numbers["grown"] < numbers["experts"] + numbers["dense"] + LIMIT + 16 * MB
+    return json.loads(result.stdout)
 
 
 # --- reading ahead ---------------------------------------------------------------------------------------------------
