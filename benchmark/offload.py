@@ -68,8 +68,7 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(shape))
         options: dict[str, Any] = {"max_total_tokens": args.kv_tokens}
         if args.gpu_memory_limit:
-            total = torch.cuda.get_device_properties(0).total_memory
-            options["memory_ratio"] = min(1.0, args.gpu_memory_limit * 2**30 / total)
+            options["gpu_memory_limit"] = f"{args.gpu_memory_limit}GiB"
         auto = args.slots == "auto"
         with one_layer_of_random_weights():
             self.llm = LLM(
@@ -153,11 +152,14 @@ class Bench:
         ids = tuple(
             np.random.default_rng(num_tokens).integers(0, self.engine.vocab_size, num_tokens).tolist()
         )
+        self.forced.draw_prompt(num_tokens, self.num_experts)
+        self._synchronize()
         before, held = self.counters(), self._held()
         start = time.perf_counter()
         self.llm.generate([list(ids)], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
         seconds, done = time.perf_counter() - start, self.counters() - before
-        kept = sum(len(one & two) for one, two in zip(held, self._held())) / sum(map(len, held))
+        total = sum(map(len, held))
+        kept = sum(len(one & two) for one, two in zip(held, self._held())) / total if total else 1.0
         return {
             "tokens": num_tokens,
             "s": seconds,
@@ -297,7 +299,7 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         slots = [bench.slots] if args.slots == "auto" else [int(s) for s in args.slots.split(",")]
         routings = routings_of(args, bench)
         parts: dict[str, float] = {}
-        if on_cuda and args.resident:
+        if on_cuda and args.resident and not args.gpu_memory_limit:
             parts = resident_parts(args, bench, next(iter(routings.values())))
             console.print({name: round(value, 2) for name, value in parts.items()})
         for num_slots, overlap in product(slots, args.overlap.split(",")):
@@ -381,7 +383,11 @@ def main() -> None:
     parser.add_argument("--prefill", default="", help="prompt lengths to measure, comma separated")
     parser.add_argument("--max-prefill-length", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=32768)
-    parser.add_argument("--gpu-memory-limit", type=float, help="GiB the engine may use")
+    parser.add_argument(
+        "--gpu-memory-limit",
+        type=float,
+        help="GiB the engine may use; all experts resident aren't measured then",
+    )
     parser.add_argument(
         "--no-resident", dest="resident", action="store_false", help="don't measure all experts resident"
     )

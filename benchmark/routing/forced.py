@@ -23,6 +23,7 @@ class ForcedRouting:
         self.ids_LTK = torch.zeros((num_layers, batch, top_k), dtype=torch.int32, device=device)
         self._weights_TK: dict[int, torch.Tensor] = {}
         self._prompts_TK: dict[tuple[int, int], torch.Tensor] = {}
+        self._num_drawn = 0
         self._weights(batch)  # not while a graph is captured
 
     def routing(self, layer: int, num_tokens: int, num_experts: int) -> Routing:
@@ -30,6 +31,13 @@ class ForcedRouting:
         if num_tokens == self.batch:
             return Routing(self.ids_LTK[layer], self._weights(num_tokens))
         return Routing(self._prompt(layer, num_tokens, num_experts), self._weights(num_tokens))
+
+    def draw_prompt(self, num_tokens: int, num_experts: int) -> None:
+        """New ids for prompts of so many tokens: a prompt that was seen before would find its experts in the caches."""
+        self._num_drawn += 1
+        for layer in range(len(self.ids_LTK)):
+            self._prompts_TK.pop((layer, num_tokens), None)
+            self._prompt(layer, num_tokens, num_experts)
 
     def _weights(self, num_tokens: int) -> torch.Tensor:
         if num_tokens not in self._weights_TK:
@@ -42,7 +50,8 @@ class ForcedRouting:
         key = (layer, num_tokens)
         if key not in self._prompts_TK:
             device = self.ids_LTK.device
-            generator = torch.Generator(device).manual_seed(layer * 1_000_003 + num_tokens)
+            seed = (self._num_drawn * 1009 + layer) * 1_000_003 + num_tokens
+            generator = torch.Generator(device).manual_seed(seed)
             drawn = torch.rand((num_tokens, num_experts), generator=generator, device=device)
             self._prompts_TK[key] = drawn.topk(self.ids_LTK.shape[2]).indices.int()
         return self._prompts_TK[key]
