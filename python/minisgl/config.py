@@ -134,7 +134,9 @@ class KernelConfig:
         choices=("auto", "sdpa", "triton", "flashinfer"),
     )
     cuda_graph_max_bs: int | None = flag(
-        None, "largest decode batch that runs as a CUDA graph; 0 for none, default: --max-running-requests"
+        None,
+        "largest decode batch that runs as a CUDA graph; 0 for none, default: by the device's memory, at most"
+        " --max-running-requests",
     )
     moe_backend: str = flag(
         "auto",

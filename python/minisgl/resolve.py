@@ -9,6 +9,7 @@ from minisgl.config import CacheConfig, EngineConfig, KernelConfig, ModelConfig
 OFFLOAD_KV_TOKENS = (
     32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
 )
+GRAPH_SHARE = 0.01  # of the device's memory that the scores of the largest captured batch may take
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Facts:
     context_length: positions the model serves. expert_format, expert_group_size: what keeps the checkpoint's experts as they
     are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights. dense_group:
     columns that share a scale in a checkpoint whose attention is fp8 in blocks, else 0. has_fp8: whether the CUDA device
-    computes in fp8. attention: backend for 16 bits on this GPU, and why.
+    computes in fp8. attention: backend for 16 bits on this GPU, and why. device_bytes: memory of the CUDA device, 0 if
+    unknown. vocab_size: tokens that a step scores.
     """
 
     has_cuda: bool
@@ -40,6 +42,8 @@ class Facts:
     dense_group: int = 0
     has_fp8: bool = False
     attention: tuple[str, str] = ("triton", "the fastest on cuda without extras")
+    device_bytes: int = 0
+    vocab_size: int = 0
 
 
 def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
@@ -51,6 +55,7 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
     made: list[Decision] = []
     model = _resolve_model(config.model, facts, made)
     kernel = _resolve_kernel(config.kernel, model, facts, made)
+    kernel = replace(kernel, cuda_graph_max_bs=_graph_batch(config, model.device, facts, made))
     cache = _resolve_cache(config, model, made)
     return replace(config, model=model, kernel=kernel, cache=cache), made
 
@@ -142,6 +147,28 @@ def _resolve_kernel(
         moe_expert_quantization=experts,
         moe_quantization_group_size=group_size,
     )
+
+
+def _graph_batch(config: EngineConfig, device: str, facts: Facts, made: list[Decision]) -> int | None:
+    """The largest batch that CUDA graphs are captured for: a power of two whose float32 scores take at most GRAPH_SHARE of the
+    device's memory. None without a device, and where no graph is possible.
+    """
+    asked, most = config.kernel.cuda_graph_max_bs, config.scheduler.max_running_requests
+    row_bytes = 4 * facts.vocab_size
+    if asked is not None or device != "cuda" or not facts.device_bytes * row_bytes:
+        return asked
+    if config.parallel.moe_ep_dispatch == "dynamic":
+        return None
+    memory = min(facts.device_bytes, config.cache.gpu_limit_bytes or facts.device_bytes)
+    rows = max(1, int(memory * GRAPH_SHARE) // row_bytes)
+    batch = min(most, 1 << (rows.bit_length() - 1))
+    reason = (
+        "as --max-running-requests"
+        if batch == most
+        else f"scores of more take over {GRAPH_SHARE:.0%} of the memory"
+    )
+    _decide(made, "--cuda-graph-max-bs", str(batch), reason)
+    return batch
 
 
 def _resolve_cache(config: EngineConfig, model: ModelConfig, made: list[Decision]) -> CacheConfig:

@@ -32,4 +32,9 @@ def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
     )
     if not has_cuda:
         return facts
-    return replace(facts, attention=fastest(torch.cuda.get_device_name(), spec.head_dim, spec.sinks))
+    return replace(
+        facts,
+        device_bytes=torch.cuda.get_device_properties(0).total_memory,
+        vocab_size=spec.vocab_size,
+        attention=fastest(torch.cuda.get_device_name(), spec.head_dim, spec.sinks),
+    )

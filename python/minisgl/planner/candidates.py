@@ -209,6 +209,8 @@ class _Builder:
             context_length=self.numbers.sizes.context_length,
             expert_format=stored if stored in PRECISION else "none",
             expert_group_size=self.numbers.stored_group,
+            device_bytes=self.machine.gpu_bytes,
+            vocab_size=self.numbers.sizes.vocab_size,
         )
         config, _ = resolve(
             EngineConfig.from_kwargs(**{**request.given, **options, "model": request.model}), facts

@@ -117,3 +117,21 @@ def test_a_memory_limit_is_a_size_and_needs_a_gpu() -> None:
     facts = Facts(has_cuda=True, has_bf16=True, checkpoint_dtype="bfloat16", context_length=512)
     with pytest.raises(ValueError, match="this runs on the CPU: leave it out"):
         resolve(asked, facts)
+
+
+@pytest.mark.parametrize(
+    ("memory", "limit", "expected"),
+    [(140 << 30, None, 256), (12 << 30, None, 128), (140 << 30, "12GiB", 128), (1 << 28, None, 4)],
+)
+def test_graphs_are_captured_for_batches_that_memory_has_room_for(
+    memory: int, limit: str | None, expected: int
+) -> None:
+    facts = Facts(True, True, "bfloat16", 4096, device_bytes=memory, vocab_size=151_936)
+    config, made = resolve(EngineConfig.from_kwargs(model="m", gpu_memory_limit=limit), facts)
+    assert config.kernel.cuda_graph_max_bs == expected
+    assert any(decision.flag == "--cuda-graph-max-bs" for decision in made)
+    asked, _ = resolve(EngineConfig.from_kwargs(model="m", cuda_graph_max_bs=7), facts)
+    assert asked.kernel.cuda_graph_max_bs == 7
+    dynamic = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "moe_ep_dispatch": "dynamic"}
+    without, _ = resolve(EngineConfig.from_kwargs(model="m", **dynamic), facts)
+    assert without.kernel.cuda_graph_max_bs is None, "no graph holds it"
