@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pathlib
+import pty
+import select
 import signal
+import sys
 import threading
+import time
 
+import psutil
 import pytest
 
 from minisgl.server.shell import Shell
@@ -15,6 +21,8 @@ prompt_toolkit = pytest.importorskip("prompt_toolkit")
 from prompt_toolkit import PromptSession  # noqa: E402
 from prompt_toolkit.input import create_pipe_input  # noqa: E402
 from prompt_toolkit.output import DummyOutput  # noqa: E402
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -93,3 +101,52 @@ def test_ctrl_c_stops_an_answer(slow):
     assert 0 < len(talk.messages[1]["content"]) < 150
     asyncio.run(talk.handle("ok"))
     assert talk.messages[-1]["content"] == "ok"
+
+
+class Terminal:
+    """`minisgl chat demo`, a server of its own included, at a terminal."""
+
+    def __init__(self) -> None:
+        env = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+        command = [sys.executable, "-m", "minisgl", "chat", "demo", "--device", "cpu"]
+        self._ours, theirs = pty.openpty()
+        self.process = psutil.Popen(
+            command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        os.close(theirs)
+        self.text = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def reads(self, words: str, seconds: float = 60) -> bool:
+        """Whether the words appear in time."""
+        end = time.monotonic() + seconds
+        while words not in self.text and time.monotonic() < end:
+            if select.select([self._ours], [], [], 0.2)[0]:
+                piece = os.read(self._ours, 1 << 16).decode(errors="replace")
+                self.text += piece
+                if "\x1b[6n" in piece:  # prompt_toolkit asks where the cursor is
+                    self.type("\x1b[1;1R")
+        return words in self.text
+
+
+@pytest.mark.parametrize("way", ["ctrl-d", "killed"])
+def test_the_command_leaves_nothing_behind(way):
+    terminal, server = Terminal(), []
+    try:
+        assert terminal.reads("leave (or Ctrl-D)"), terminal.text
+        server = terminal.process.children(recursive=True)
+        assert len(server) >= 2
+        if way == "ctrl-d":
+            terminal.type("Hello there\r")
+            assert terminal.reads("a second"), terminal.text
+            terminal.type("\x04")
+            assert terminal.process.wait(60) == 0
+        else:
+            terminal.process.kill()
+            terminal.process.wait(5)
+        assert not [p for p in psutil.wait_procs(server, timeout=30)[1] if p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for process in filter(psutil.Process.is_running, [*server, terminal.process]):
+            process.kill()

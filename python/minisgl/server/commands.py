@@ -7,6 +7,8 @@ import asyncio
 import dataclasses
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,11 +125,11 @@ def chat_with_model(engine: EngineConfig, server: ServerConfig) -> int:
     process.start()
     there.close()
     try:
-        port = here.recv()
-    except EOFError:  # it ended without being ready, and has said why
-        process.join()
-        return process.exitcode or 1
-    try:
+        try:
+            port = here.recv()
+        except EOFError:  # it ended without being ready, and has said why
+            process.join()
+            return process.exitcode or 1
         return chat_with_url(f"http://127.0.0.1:{port}", server.api_key)
     finally:
         process.terminate()
@@ -136,4 +138,13 @@ def chat_with_model(engine: EngineConfig, server: ServerConfig) -> int:
 
 def _serve_apart(engine: EngineConfig, server: ServerConfig, ready: Any) -> None:
     os.setsid()  # Ctrl-C in the shell stops an answer, not the server
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     raise SystemExit(serve_model(engine, server, ready.send))
+
+
+def _end_with_parent() -> None:
+    """A terminal that is closed kills the chat, which then stops nothing any more."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -160,8 +162,11 @@ def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     end = EngineEnd(addresses)
+    loaded = threading.Event()
+    threading.Thread(target=_end_with, args=(parent, loaded), daemon=True).start()
     try:
         parts = _build(factory)
+        loaded.set()
         with contextlib.closing(parts):
             loop = EngineLoop(parts, end, parent.is_alive if parent else lambda: True)
             loop.beat()  # first, so that whoever waits for readiness finds numbers
@@ -176,6 +181,14 @@ def run_engine(factory: EngineFactory, addresses: Addresses) -> None:
         raise SystemExit(1) from error
     finally:
         end.close()
+
+
+def _end_with(parent: Any, loaded: threading.Event) -> None:
+    """Loading may take minutes and looks at nothing; without a parent it would be for nobody. The loop looks for itself."""
+    if parent is not None:
+        parent.join()
+        if not loaded.is_set():
+            os._exit(1)
 
 
 class _CannotStart(Exception):
