@@ -10,9 +10,10 @@ import threading
 import time
 
 import httpx
+import psutil
 import pytest
 
-from tests.server.helpers import all_free, pages, until
+from tests.server.helpers import all_free, metric, pages, until
 
 SLOW = {"null": {"step_seconds": 0.01}}
 
@@ -105,6 +106,10 @@ def test_every_answer_has_a_request_id(keyed):
 
 def test_metrics_have_the_names_dashboards_know(keyed):
     keyed.chat("count me")
+    assert until(lambda: metric(keyed, "minisgl:link_bytes") > 0, 3)
+    assert metric(keyed, "minisgl:expert_cache_hit_rate") == 0.75
+    assert metric(keyed, "minisgl:experts_used") > 0
+    assert metric(keyed, "minisgl:link_bytes") == 1000 * metric(keyed, "minisgl:expert_cache_misses")
     text = keyed.http.get("/metrics").text
     for name in (
         "vllm:num_requests_running",
@@ -225,6 +230,41 @@ def test_not_ready_while_loading(start_server, free_port, tmp_path):
         assert until(lambda: state() == 200, 5)
         assert server.chat("x").status_code == 200
         assert server.stop() == 0
+
+
+def engine_of(server) -> psutil.Process:
+    """The engine process, as soon as there is one: the child that is not multiprocessing's resource tracker."""
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        children = psutil.Process(server.process.pid).children()
+        found[:] = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+        return bool(found)
+
+    assert until(look, 20)
+    return found[0]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_engine_outlives_its_server(start_server, number):
+    with start_server() as server:
+        engine = engine_of(server)
+        code = server.stop(number)
+        assert code == (0 if number == signal.SIGTERM else -number)
+        assert until(lambda: is_gone(engine), 5)
+
+
+def test_no_engine_loads_for_a_server_that_is_gone(start_server, free_port, tmp_path):
+    settings = {"server": {"port": free_port}, "null": {"load_file": str(tmp_path / "never")}}
+    with start_server(wait=False, **settings) as server:
+        engine = engine_of(server)
+        time.sleep(1.0)  # past its imports
+        server.stop(signal.SIGKILL)
+        assert until(lambda: is_gone(engine), 10)
 
 
 def test_a_taken_port_is_told_at_once(start_server, keyed):

@@ -39,6 +39,8 @@ def test_max_tokens_beyond_the_context(server):
 
 
 def test_ten_megabytes_do_not_stop_health(server):
+    chat = json.dumps({"messages": [{"role": "user", "content": "word " * 2_000_000}]}).encode()
+    ids = json.dumps({"prompt": [1] * 2_000_000}).encode()
     slowest, done = [0.0], threading.Event()
 
     def poll() -> None:
@@ -51,8 +53,9 @@ def test_ten_megabytes_do_not_stop_health(server):
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        error = check_error(server.chat("word " * 2_000_000))
-        check_error(server.http.post("/v1/completions", json={"prompt": [1] * 2_000_000}))
+        json_type = {"content-type": "application/json"}
+        error = check_error(server.http.post("/v1/chat/completions", content=chat, headers=json_type))
+        check_error(server.http.post("/v1/completions", content=ids, headers=json_type))
     finally:
         done.set()
         poller.join()

@@ -101,6 +101,7 @@ def test_the_expert_map_moves_and_can_be_read_by_keyboard(page):
     page.wait_for_function(f"{picture} !== {before!r}")
     page.wait_for_function("parseFloat(document.getElementById('rate').textContent) > 5")
     playwright.expect(page.locator("#experts-note")).to_contain_text("8 layers")
+    playwright.expect(page.locator("#hit-rate")).to_have_text("75 %")
     page.focus("#experts")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import socket
@@ -141,27 +142,35 @@ def test_structured_output_of_a_real_model(demo):
 
 
 def test_identical_long_prompts_at_once_equal_a_run_without_prefix_cache(demo, start_demo):
-    """Greedy texts of a small batch on this model do not depend on the batch; the prefix cache must not change that."""
+    """Greedy texts of a small batch on this model do not depend on the batch; neither the prefix cache nor experts in host
+    memory must change that."""
     prompts = [STORY * 5] * 6 + [f"{STORY * 5}The number is {i}" for i in range(6)]
     together = texts(ask_all(demo.url, [body(p) for p in prompts]))
     assert until(lambda: all_free(demo), 2)
-    with start_demo(cache_type="naive", page_size=1) as plain:
+    offload = {"moe_expert_offload": True, "moe_expert_cache_size": "6"}
+    with start_demo(cache_type="naive", page_size=1, **offload) as plain:
         alone = [plain.complete(**body(p)).json()["choices"][0]["text"] for p in prompts]
         assert until(lambda: all_free(plain), 2)
         assert metric(plain, "vllm:prefix_cache_hits") == 0
+        assert 0 < metric(plain, "minisgl:expert_cache_hit_rate") < 1
+        assert metric(plain, "minisgl:link_bytes") > 0
+        assert metric(plain, "minisgl:experts_used") > 0
+        seen = plain.http.get("/live/now").json()["experts"]
+        assert base64.b64decode(seen["resident"]).count(1) == 6 * seen["layers"]
     assert together == alone
+    assert metric(demo, "minisgl:link_bytes") == 0, "experts that have slots of their own do not travel"
 
 
 def test_hundreds_of_requests_in_a_tiny_pool_are_preempted_and_right(demo, start_demo):
     prompts = [f"The {i}th animal said" for i in range(512)]
-    with start_demo(num_pages=40, page_size=4, max_running_requests=16) as tiny:
+    with start_demo(num_pages=60, page_size=2, max_running_requests=16) as tiny:
         total = sum(pages(tiny).values())
-        pressed = texts(ask_all(tiny.url, [body(p, 8) for p in prompts]))
+        pressed = texts(ask_all(tiny.url, [body(p, 4) for p in prompts]))
         assert until(lambda: metric(tiny, "vllm:num_preemptions") > 0, 2), (
             "the pool was not tiny enough to matter"
         )
         assert until(lambda: all_free(tiny), 2)
         assert sum(pages(tiny).values()) == total
     sample = range(0, 512, 16)
-    alone = [demo.complete(**body(prompts[i], 8)).json()["choices"][0]["text"] for i in sample]
+    alone = [demo.complete(**body(prompts[i], 4)).json()["choices"][0]["text"] for i in sample]
     assert [pressed[i] for i in sample] == alone

@@ -70,20 +70,33 @@ export async function startLive(key) {
     $("kv").textContent = percent(used, s.pages_total);
     $("kv-meter").value = s.pages_total ? used / s.pages_total : 0;
     $("prefix").textContent = percent(s.cached_tokens, s.prompt_tokens);
-    showExperts(now.experts, s, map, hits);
+    showExperts(now, before, map, hits);
     before = now;
   }
 }
 
-function showExperts(experts, stats, map, hits) {
+/** [experts that were in GPU memory, experts that were needed] since the start. */
+function lookups(stats) {
+  const hits = stats.expert_hits ?? 0;
+  return [hits, hits + (stats.expert_misses ?? 0)];
+}
+
+/** Share of needed experts that were in GPU memory since the numbers before; while nothing runs, the line stays where it was. */
+function hitRate(now, before, line) {
+  const [hits, needed] = lookups(now.stats);
+  const [hitsBefore, neededBefore] = before ? lookups(before.stats) : [0, 0];
+  return needed > neededBefore ? (hits - hitsBefore) / (needed - neededBefore) : (line.values.at(-1) ?? 0);
+}
+
+function showExperts(now, before, map, hits) {
+  const { experts, stats } = now;
   $("experts-figure").hidden = !experts;
-  const looked = (stats.expert_hits ?? 0) + (stats.expert_misses ?? 0);
-  const known = Boolean(experts) && (looked > 0 || experts.layers > 0);
-  $("hits-figure").hidden = !known;
+  $("hits-figure").hidden = !experts;
   if (!experts) return;
   map.update(experts);
   $("experts-note").textContent = `${experts.layers} layers × ${experts.experts}, ${map.numResident} resident`;
-  const rate = looked ? stats.expert_hits / looked : map.residentShare;
+  const cached = lookups(stats)[1] > 0;
+  const rate = cached ? hitRate(now, before, hits) : map.residentShare;
   $("hit-rate").textContent = percent(rate, 1);
   hits.add(rate);
 }
