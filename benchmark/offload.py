@@ -69,6 +69,7 @@ class Bench:
         options: dict[str, Any] = {"max_total_tokens": args.kv_tokens}
         if args.gpu_memory_limit:
             options["gpu_memory_limit"] = f"{args.gpu_memory_limit}GiB"
+            options["memory_ratio"] = args.memory_ratio
         auto = args.slots == "auto"
         with one_layer_of_random_weights():
             self.llm = LLM(
@@ -82,6 +83,7 @@ class Bench:
                 max_running_requests=max(batch, 1),
                 max_prefill_length=args.max_prefill_length,
                 cache_type="naive",
+                embedding_on_host=args.embedding_on_host,
                 **options,
             )
         engine = self.llm.engine
@@ -388,6 +390,8 @@ def main() -> None:
         type=float,
         help="GiB the engine may use; all experts resident aren't measured then",
     )
+    parser.add_argument("--memory-ratio", type=float, default=0.9, help="with --gpu-memory-limit")
+    parser.add_argument("--embedding-on-host", action="store_true", help="leave its memory to experts")
     parser.add_argument(
         "--no-resident", dest="resident", action="store_false", help="don't measure all experts resident"
     )
