@@ -240,7 +240,7 @@ class EvictionConfig:
         if not isinstance(self.policy, str) or (self.policy not in POLICIES and ":" not in self.policy):
             raise ValueError(
                 f"--cache-eviction-policy {self.policy!r} is unknown: use one of {', '.join(POLICIES)}, "
-                "or package.module:Class for your own"
+                "or package.module:Class for your own (an object goes into LLM(eviction_policy=...))"
             )
         _flag("--eviction-k", self.k, int, 1, "use a whole number of at least 1")
         _flag("--eviction-half-life", self.half_life, float, 0, "use more than 0 seconds", exclusive=True)
@@ -275,6 +275,8 @@ def make_policy(
     Raises ValueError for a bad configuration, an import path that leads nowhere, or an object without
     `score(entry, now)`.
     """
+    if isinstance(custom, str):
+        raise ValueError(f"eviction_policy={custom!r} is a name: pass it as cache_eviction_policy")
     config = (config or EvictionConfig()).resolve()
     recorder = Recorder(config.k, config.half_life)
     if custom is None and ":" in config.policy:

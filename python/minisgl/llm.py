@@ -17,6 +17,7 @@ from minisgl.core import FinishReason, Request, RequestOutput, SamplingParams, S
 from minisgl.engine.engine import Engine
 from minisgl.engine.memory import DoesNotFit
 from minisgl.engine.worker import follow
+from minisgl.eviction import make_policy
 from minisgl.models.registry import resolve_model
 from minisgl.moe.store import CacheCounters
 from minisgl.moe.trace import RoutingTrace
@@ -94,8 +95,9 @@ class LLM:
     """A model ready to generate.
 
     model: local folder, hub id, or a bundled name such as "demo". options: any field of the configuration by name, for example
-    page_size=64, max_prefill_length=2048, moe_backend="torch" (docs/flags.md lists them). eviction_policy: an object of your
-    own that scores cached prefixes. record_routing: keep which experts every token used in `trace` (slower: no CUDA graphs).
+    page_size=64, max_prefill_length=2048, moe_backend="torch" (docs/flags.md lists them). eviction_policy: an object or
+    class of your own that scores cached prefixes. record_routing: keep which experts every token used in `trace` (slower: no
+    CUDA graphs).
     With tensor_parallel_size=N the other ranks are child processes, or, under torchrun, the same program: there this call
     serves rank 0 until that closes, and then leaves by SystemExit(0). Call `close` when done, or use `with`.
     Raises ValueError, with the remedy, for anything that cannot work (DoesNotFit, with what would, where memory is short), and
@@ -106,6 +108,7 @@ class LLM:
         self, model: str, *, eviction_policy: Any = None, record_routing: bool = False, **options: Any
     ) -> None:
         requested = EngineConfig.from_kwargs(model=model, **options)
+        policy = make_policy(requested.eviction.build(), eviction_policy)
         name, source = requested.model.model, requested.model.model_source
         folder = resolve_model(
             name,
@@ -122,7 +125,7 @@ class LLM:
         if self.engine.ranks.is_follower:
             follow(self.engine)
             raise SystemExit(0)
-        self.scheduler = build_scheduler(self.engine, eviction_policy=eviction_policy)
+        self.scheduler = build_scheduler(self.engine, policy)
         self.tokenizer: Tokenizer | None = None
         if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             self.tokenizer = Tokenizer.load(str(folder))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from minisgl.core import Grammar, TokenConstraint
 from minisgl.engine.engine import Engine
-from minisgl.eviction import make_policy
+from minisgl.eviction import EvictionPolicy
 from minisgl.kvcache import PageAllocator, make_prefix_cache
 from minisgl.models.sizes import kv_bytes_per_token
 from minisgl.scheduler.pages import PageManager
@@ -16,12 +15,13 @@ from minisgl.scheduler.scheduler import Scheduler
 
 def build_scheduler(
     engine: Engine,
-    eviction_policy: Any = None,
+    policy: EvictionPolicy,
     constraint_factory: Callable[[Grammar], TokenConstraint] | None = None,
 ) -> Scheduler:
-    """eviction_policy: an object of the user's own with `score(entry, now)`, instead of the configured one."""
+    """policy: what the prefix cache gives up first, from `eviction.make_policy`; make it before the engine, and a mistake in it
+    shows before a model is loaded.
+    """
     config = engine.config
-    policy = make_policy(config.eviction.build(), eviction_policy)
     page_size = config.cache.page_size
     token_bytes = kv_bytes_per_token(engine.spec, engine.kv_pool.data.itemsize)
     cache = make_prefix_cache(config.cache.cache_type, page_size, policy, token_bytes)

@@ -21,6 +21,7 @@ from typing import Protocol
 from minisgl.config import SchedulerConfig
 from minisgl.core import FinishReason, Grammar, Request, StepOutput, TokenConstraint, TokenLogprobs
 from minisgl.engine.step import Chunk, EngineLost, SampledToken, SampleSpec
+from minisgl.kvcache import CacheStats
 from minisgl.scheduler.pages import PageManager
 from minisgl.scheduler.planning import may_admit, share_budget
 from minisgl.scheduler.state import RequestState
@@ -46,7 +47,7 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counters of the scheduler; token counts are totals since the start."""
+    """Counters of the scheduler and of its prefix cache; token counts are totals since the start."""
 
     num_running: int
     num_waiting: int
@@ -59,6 +60,7 @@ class SchedulerStats:
     generated_tokens: int
     preemptions: int
     steps: int
+    prefix: CacheStats
 
 
 @dataclass
@@ -164,6 +166,7 @@ class Scheduler:
             generated_tokens=totals["generated"],
             preemptions=totals["preemptions"],
             steps=totals["steps"],
+            prefix=self._pages.cache.stats(),
         )
 
     # --- one step ------------------------------------------------------------------------------------------------

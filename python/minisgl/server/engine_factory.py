@@ -11,6 +11,7 @@ from minisgl.config import EngineConfig
 from minisgl.core import Grammar, TokenConstraint
 from minisgl.engine.engine import Engine
 from minisgl.engine.memory import DoesNotFit
+from minisgl.eviction import make_policy
 from minisgl.planner import explain_misfit, options_of
 from minisgl.scheduler.build import build_scheduler
 from minisgl.server.engine_process import EngineParts
@@ -34,11 +35,12 @@ class ModelEngine:
         """Load the model. ValueError, with the remedy, for anything that cannot work."""
         device = self.config.model.device
         on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        policy = make_policy(self.config.eviction.build())
         try:
             engine = Engine(self.config, Path(self.folder), record_routing=self.watch_experts or on_cpu)
         except DoesNotFit as error:
             raise error.explained(explain_misfit(error, options_of(self.config))) from error
-        scheduler = build_scheduler(engine, constraint_factory=_LazyGrammars(self.folder, engine.vocab_size))
+        scheduler = build_scheduler(engine, policy, _LazyGrammars(self.folder, engine.vocab_size))
         moe = engine.spec.moe
         num_experts = moe.num_experts if moe is not None else 0
         facts = EngineFacts(engine.max_seq_len, engine.vocab_size, engine.spec.num_layers, num_experts)

@@ -41,6 +41,11 @@ _ENGINE_COUNTERS = {
     "cached_tokens": ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     "preemptions": ("vllm:num_preemptions", "Requests put back to the queue to free KV pages"),
     "steps": ("minisgl:engine_steps", "Engine steps"),
+    "prefix_num_evicted_pages": ("minisgl:prefix_evicted_pages", "KV pages that the prefix cache gave up"),
+    "prefix_num_policy_failures": (
+        "minisgl:eviction_policy_failures",
+        "Times lru stood in for a failing policy",
+    ),
     "expert_hits": ("minisgl:expert_cache_hits", "Routed experts found in GPU memory"),
     "expert_misses": ("minisgl:expert_cache_misses", "Routed experts that had to be fetched"),
     "expert_evictions": ("minisgl:expert_cache_evictions", "Experts that left GPU memory for another"),
