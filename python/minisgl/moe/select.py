@@ -14,10 +14,11 @@ from typing import Literal
 import torch
 
 from minisgl.moe.base import Problem
-from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m
+from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
 
 PACKED_FORMATS = ("int4", "mxfp4")
 BYTE_FORMATS = (*FP8_FORMATS, *PACKED_FORMATS, "int8")  # at most a byte a weight
+CODES_PER_WORD = {"bf16": 2, "int4": 8, "int8": 4, "fp8": 4, "fp8_block": 4}  # of 32 bits, see kernels.words
 Threshold = int | Literal["auto"]
 Kernel = Literal["grouped", "direct"]
 
@@ -132,6 +133,8 @@ def direct_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
     if limits.name == "interpreter":
         tiles = Tiles(64, 128, 4, wide=problem.format in PACKED_FORMATS)
         return Choice("direct", 1, tiles, tiles)
+    if reads_words(problem):
+        return _words_heuristic(problem)
     if problem.format in PACKED_FORMATS:
         block_k = grouped_block_k(problem)
         up, down = Tiles(64, block_k, 4, 3, wide=True), Tiles(128, block_k, 4, 3, wide=True)
@@ -143,6 +146,28 @@ def direct_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
     return Choice("direct", 1, up, down)
 
 
+def reads_words(problem: Problem) -> bool:
+    """Whether compiled direct kernels can read 32-bit words: rows are made of whole ones, activations are bf16."""
+    per_word = CODES_PER_WORD.get(problem.format)
+    if per_word is None or problem.dtype != torch.bfloat16:
+        return False
+    return problem.shape.model_dim % per_word == 0 and problem.shape.hidden_dim % per_word == 0
+
+
+def _words_heuristic(problem: Problem) -> Choice:
+    """Whole rows at a time as far as registers go; as many warps as leave every thread four words of a row."""
+    per_word, experts = CODES_PER_WORD[problem.format], next_power_of_two(problem.top_k)
+    wide, narrow = _fit(problem.shape.model_dim, 2048), _fit(problem.shape.hidden_dim, 256)
+    up_warps = min(max(wide // per_word // 128, 1), 2)
+    down_warps = min(max(experts * narrow // per_word // 128, 1), 4)
+    return Choice(
+        "direct",
+        1,
+        Tiles(4 if per_word == 8 else 2, wide, up_warps, preload=2),
+        Tiles(4, narrow, down_warps, preload=3 if problem.num_tokens == 1 else 1),
+    )
+
+
 def _fit(size: int, most: int) -> int:
     """The largest power of two from 128 up to `most` that divides size; 128, with a tail, if none does."""
     block = most
@@ -151,14 +176,19 @@ def _fit(size: int, most: int) -> int:
     return block
 
 
-# Tiles that won on an H200 at Qwen3-30B-A3B dims, by format and whether blocks are small (at most 32 rows) or large.
+# Tiles that won on an H200 at Qwen3-30B-A3B dims, by format and whether blocks are small (at most 32 rows) or large;
+# of fp8_block, which was not measured, those that don't spill.
 _HOPPER = {
     ("native", "small"): (Tiles(64, 128, 4, 4, swap=True), Tiles(128, 128, 4, 3, swap=True)),
     ("fp8", "small"): (Tiles(64, 256, 4, 3, swap=True), Tiles(128, 128, 4, 4, swap=True)),
     ("int8", "small"): (Tiles(64, 256, 4, 3), Tiles(64, 128, 4, 4, swap=True)),
-    ("int4", "small"): (Tiles(128, 128, 4, 4), Tiles(128, 128, 4, 3)),
-    ("native", "large"): (Tiles(128, 64, 8, 3, 8), Tiles(128, 64, 8, 3, 8)),
-    ("fp8", "large"): (Tiles(128, 128, 8, 3, 8), Tiles(128, 128, 8, 3, 8)),
+    ("int4", "small"): (Tiles(128, 128, 4, 3), Tiles(128, 128, 4, 3, swap=True)),
+    ("native", "large"): (Tiles(128, 64, 8, 4, 8), Tiles(256, 64, 8, 4, 8)),
+    ("fp8", "large"): (Tiles(128, 128, 8, 4, 8), Tiles(128, 128, 4, 3, 8)),
+    ("fp8_block", "large"): (
+        Tiles(64, 128, 8, 4, 8),
+        Tiles(128, 128, 8, 4, 8),
+    ),  # two accumulators in registers
     ("int8", "large"): (Tiles(64, 64, 4, 4, 8, swap=True), Tiles(128, 64, 4, 4, 8, swap=True)),
     ("int4", "large"): (Tiles(128, 64, 8, 3, 8, swap=True), Tiles(256, 64, 8, 3, 8, swap=True)),
 }
@@ -189,7 +219,8 @@ def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:
     kind = kind if kind in ("fp8", "int8", "int4") else "native"
     if kind == "int4":
         block_m = min(block_m, 64)  # unpacked weights and 128 rows don't fit the registers together
-    up, down = _HOPPER[kind, "small" if block_m <= 32 else "large"]
+    size = "small" if block_m <= 32 else "large"
+    up, down = _HOPPER.get((problem.format, size)) or _HOPPER[kind, size]
     most = grouped_block_k(problem) if problem.format == "fp8_block" else 256
     # The four numbers of a word are multiplied apart, and a product needs 16 columns.
     least = 64 if problem.format in PACKED_FORMATS else 32
