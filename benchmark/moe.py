@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import moe_cases
+import moe_offload
 from minisgl.moe.autotune import Tuner, TuningCase
 from minisgl.moe.base import Placement, Problem
 from minisgl.moe.formats import get_format
@@ -34,6 +35,7 @@ from record import append_record, environment
 HERE = Path(__file__).parent
 ROTATION_BYTES = 260e6  # what the sets of a case must exceed together; the largest L2 here is 60 MB
 MAX_WEIGHT_BYTES = 60e9
+MODEL_LAYERS = 48  # of the model whose allocations are counted
 GROUPS = {"int4": 128, "mxfp4": 32, "fp8_block": 128}
 
 
@@ -72,14 +74,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compile-workers", type=int, default=0, help="processes that compile ahead (0: none)"
     )
-    parser.add_argument("--include-offload", action="store_true", help="experts in host memory")
+    parser.add_argument(
+        "--include-offload", action="store_true", help="also each layer with its experts in host memory"
+    )
+    parser.add_argument(
+        "--offload-slots", type=int, default=0, help="experts of it on the device (0: half of them)"
+    )
     parser.add_argument("--plot", type=Path, help="draw latency over tokens, with the floor")
     parser.add_argument("--records", type=Path, default=Records.default_folder(), help="where tuned tiles go")
     options = parser.parse_args(arguments)
-    if options.include_offload:
-        parser.error(
-            "--include-offload: experts in host memory are measured by the offload benchmark, not by this one"
-        )
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device; the kernels' correctness is tested on CPU by `make test`")
     threshold = options.moe_small_m_threshold
@@ -151,14 +154,18 @@ def rotating_slabs(
     return slabs[:wanted]
 
 
-def count_allocations(shape: moe_cases.ModelShape, slab: moe_cases.Slab, counts: list[int]) -> dict[str, int]:
-    """Device allocations of one step a token count, with the workspace and without it."""
+def count_allocations(
+    shape: moe_cases.ModelShape, slab: moe_cases.Slab, group: int, counts: list[int]
+) -> dict[str, int]:
+    """Device allocations of the workspace over one step a token count of a model with MODEL_LAYERS such layers, with its
+    cache and without."""
     found = {}
     for name, cached in (("cached", True), ("uncached", False)):
         backend = FusedMoeBackend(workspace_cache=cached)
         for num_tokens in counts:
-            case = moe_cases.make_case(shape, num_tokens, [slab], "random", GROUPS.get(slab.format, 0), 0)
-            moe_cases.run_layer(backend, case, 0)
+            case = moe_cases.make_case(shape, num_tokens, [slab], "random", group, 0)
+            for _ in range(MODEL_LAYERS):
+                moe_cases.run_layer(backend, case, 0)
         found[name] = backend.workspace(slab.records_SB.device).num_allocations
     return found
 
@@ -173,7 +180,7 @@ def run(options: argparse.Namespace) -> list[Result]:
     groups = {**GROUPS, "int4": options.int4_group}
     bandwidth = moe_cases.measured_bandwidth(device)
     print(f"{limits.name}, reads {bandwidth / 1e12:.2f} TB/s; {options.shape}, {options.routing} routing")
-    records, results = Records(options.records), []
+    records, results, offload, allocations = Records(options.records), [], [], {}
     tuner = make_tuner(options, records, limits) if options.include_autotune else None
     print(
         f"{'format':10}{'T':>6}{'us':>10}{'error':>10}{'TB/s':>7}{'of meas.':>9}{'TFLOP/s':>9}  peers  kernel"
@@ -190,11 +197,34 @@ def run(options: argparse.Namespace) -> list[Result]:
             case = moe_cases.make_case(shape, num_tokens, rotating, options.routing, group, num_tokens + 1)
             results.append(measure(options, records, case, bandwidth))
             print(line(results[-1], options), flush=True)
-        print(f"{name}: allocations over {counts}: {count_allocations(shape, first, counts)}")
+        allocations[name] = count_allocations(shape, first, group, counts)
+        print(f"{name}: allocations over {counts}, {MODEL_LAYERS} layers each: {allocations[name]}")
+        if options.include_offload:
+            resident = {r.num_tokens: r.us for r in results if r.format == first.format}
+            offload += measure_offload(options, records, first, resident)
         del first, slabs, case, rotating
         torch.cuda.empty_cache()
-    save(options, limits, bandwidth, results)
+    save(options, limits, bandwidth, results, {"allocations": allocations, "offload": offload})
     return results
+
+
+def measure_offload(
+    options: argparse.Namespace, records: Records, slab: moe_cases.Slab, resident_us: dict[int, float]
+) -> list[dict[str, object]]:
+    """The same layer with its experts in host memory, for every number of tokens that was measured."""
+    shape = model_shape(options.shape)
+    num_slots = options.offload_slots or shape.num_experts // 2
+    group = {**GROUPS, "int4": options.int4_group}.get(slab.format, 0)
+    weight_format = get_format(slab.format, torch.bfloat16, group or 128, True)
+    backend = FusedMoeBackend(small_m_threshold=options.moe_small_m_threshold, records=records.lookup)
+    found = []
+    with moe_offload.offloaded(slab, weight_format, shape.top_k, num_slots) as store:
+        for num_tokens, us in resident_us.items():
+            case = moe_cases.make_case(shape, num_tokens, [slab] * 3, options.routing, group, num_tokens + 1)
+            result = moe_offload.measure_offloaded(backend, case, store, us)
+            print("in host memory: " + moe_offload.line(result), flush=True)
+            found.append(asdict(result))
+    return found
 
 
 def line(result: Result, options: argparse.Namespace) -> str:
@@ -210,12 +240,19 @@ def line(result: Result, options: argparse.Namespace) -> str:
     )
 
 
-def save(options: argparse.Namespace, limits: DeviceLimits, bandwidth: float, results: list[Result]) -> None:
+def save(
+    options: argparse.Namespace,
+    limits: DeviceLimits,
+    bandwidth: float,
+    results: list[Result],
+    more: dict[str, object],
+) -> None:
     record = {
         "case": f"moe layer, {options.shape}, {options.routing}",
         "gpu": limits.name,
         "measured_tb_per_s": round(bandwidth / 1e12, 3),
         "results": [asdict(result) for result in results],
+        **more,
     }
     append_record("moe", record)
     print("MOE_BENCHMARK_RESULT=" + json.dumps({**environment(), **record}))
