@@ -125,6 +125,23 @@ def test_options_of_the_grouped_kernels_don_t_change_the_result(option, block_m,
     assert relative_error(run_step(backend, case, stored), expected(case, stored)) < stored.tolerance
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("group", "block_k"), [(128, 64), (128, 128), (64, 64), (64, 128)])
+def test_int4_codes_multiplied_as_they_are(group, block_k, swap, block_m, symmetric):
+    """Steps of half a group, a group, and two groups, which have no sums; rows far from zero, where sums weigh most."""
+    case = cuda_case(70, 4, 8, 512, 768, seed=6)
+    case.x.add_(3.0)
+    stored = store(case, "int4", group, symmetric, "cuda")
+    tiles = Tiles(64, block_k, 4, 3, swap=swap)
+    choice = Choice("grouped", block_m, tiles, tiles)
+    backend = FusedMoeBackend(records=lambda problem, limits: {problem.num_tokens: choice})
+    run_step(backend, case, stored)
+    backend.workspace(case.x.device).poison(0xFF)
+    assert relative_error(run_step(backend, case, stored), expected(case, stored)) < stored.tolerance
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["none", "fp8", "int8", "int4"])
 def test_waves_give_the_bits_of_one_wave(kernel, name):

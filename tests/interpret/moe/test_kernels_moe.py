@@ -7,6 +7,7 @@ import torch
 
 from minisgl.moe.base import Placement, Routing
 from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.kernels.launch import SumUnits, sum_units
 from minisgl.moe.select import Choice, Tiles
 from minisgl.moe.torch_backend import TorchMoeBackend
 from minisgl.moe.workspace import max_blocks
@@ -38,6 +39,23 @@ def test_every_format_agrees_with_float64(kernel, name, group, symmetric):
     y = run_step(backend, case, stored)
     assert y.dtype == torch.float16
     assert relative_error(y, stored.oracle(case)) < stored.tolerance
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(
+    ("group", "symmetric", "up_k", "down_k"), [(128, True, 128, 64), (64, False, 64, 64)]
+)
+def test_int4_codes_multiplied_as_they_are(group, symmetric, up_k, down_k, swap):
+    """Steps of half a group and of a group, with the sums of rows that make up for what codes are too large."""
+    case = random_case(3, 2, 3, 256, 128, dtype=torch.float16, seed=5)
+    stored = store(case, "int4", group, symmetric)
+    tiles = Tiles(64, up_k, 4, swap=swap), Tiles(64, down_k, 4, swap=swap)
+    choice = Choice("grouped", 16, *tiles)
+    assert sum_units(stored.problem(case), choice) == SumUnits(up_k, 64)
+    backend = FusedMoeBackend(records=lambda problem, limits: {problem.num_tokens: choice})
+    run_step(backend, case, stored)
+    backend.workspace(case.x.device).poison(0xFF)
+    assert relative_error(run_step(backend, case, stored), stored.oracle(case)) < stored.tolerance
 
 
 def test_fp8_executes_fp8_in_the_grouped_kernel_and_none_in_the_direct_one():
