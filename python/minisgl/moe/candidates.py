@@ -13,7 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from minisgl.moe.base import Problem
-from minisgl.moe.select import PACKED_FORMATS, DeviceLimits, Kernel, Tiles, grouped_block_m
+from minisgl.moe.select import (
+    CODES_PER_WORD,
+    PACKED_FORMATS,
+    DeviceLimits,
+    Kernel,
+    Tiles,
+    grouped_block_m,
+    reads_words,
+)
 from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
 
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "int4": 0.5, "mxfp4": 0.5}  # 1 elsewhere
@@ -66,11 +74,33 @@ def grouped_tiles(problem: Problem, limits: DeviceLimits, block_m: int, gemm: st
 
 
 def direct_tiles(problem: Problem, limits: DeviceLimits, gemm: str) -> Iterator[Tiles]:
-    """Candidates of the direct kernels, on the tensor cores (which fp8 can't use with unquantized rows) and without."""
+    """Candidates of the direct kernels: on words where that is possible, else on single weights, and on the tensor cores
+    (which fp8 can't use with unquantized rows)."""
     if problem.format not in FP8_FORMATS:
         yield from _wide_tiles(problem, limits, gemm)
-    if problem.format not in PACKED_FORMATS:
+    if reads_words(problem):
+        yield from _words_tiles(problem, gemm)
+    elif problem.format not in PACKED_FORMATS:
         yield from _plain_direct_tiles(problem, gemm)
+
+
+def _words_tiles(problem: Problem, gemm: str) -> Iterator[Tiles]:
+    """Tiles whose threads hold four words at a time, and 32 to 256 bytes of weights in all."""
+    size = problem.shape.model_dim if gemm == "gate_up" else problem.shape.hidden_dim
+    experts = 1 if gemm == "gate_up" else next_power_of_two(problem.top_k)
+    for block_k in (128, 256, 512, 1024, 2048):
+        if block_k > next_power_of_two(size):
+            continue
+        words, steps = block_k // CODES_PER_WORD[problem.format], -(-size // block_k)
+        for num_warps in (1, 2, 4, 8):
+            if experts * words < 128 * num_warps:
+                continue
+            for block_n in (1, 2, 4, 8, 16):
+                rows = 2 * block_n if gemm == "gate_up" else block_n  # those of both tiles
+                step_bytes = rows * experts * words * 4 // (32 * num_warps)
+                for preload in sorted({1, min(2, steps), min(3, steps)}):
+                    if rows >= 2 and step_bytes >= 32 and step_bytes * preload <= 256:
+                        yield Tiles(block_n, block_k, num_warps, 1, preload=preload)
 
 
 def _wide_tiles(problem: Problem, limits: DeviceLimits, gemm: str) -> Iterator[Tiles]:

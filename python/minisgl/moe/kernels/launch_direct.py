@@ -14,8 +14,9 @@ from minisgl.moe.kernels.launch import (
     tile_constants,
     weight_args,
 )
+from minisgl.moe.kernels.launch_words import uses_words, words_down, words_gate_up
 from minisgl.moe.kernels.wide import wide_down_kernel, wide_gate_up_kernel
-from minisgl.moe.select import Tiles
+from minisgl.moe.select import PACKED_FORMATS, Tiles
 from minisgl.moe.workspace import Buffers, next_power_of_two
 
 
@@ -27,6 +28,10 @@ def direct_gate_up(
     first_wave: bool,
     buffers: Buffers,
 ) -> None:
+    if uses_words(problem, tiles, x_TD.device):
+        words_gate_up(x_TD, placement, problem, tiles, first_wave, buffers)
+        return
+    assert tiles.wide or problem.format not in PACKED_FORMATS, "4-bit codes are read as words, or on the tensor cores"
     slab, shape = placement.slab, problem.shape
     args = weight_args(slab, "gate_up", tiles, words=tiles.wide)
     num_routes = placement.slots_TK.numel()
@@ -98,6 +103,11 @@ def direct_down(
     buffers: Buffers, add_up: bool,
 ) -> None:  # fmt: skip
     """out: y [T, D] if add_up, else float32 rows [R, D]."""
+    # The kernels ask for weights before their wait, so with weights that are just arriving they mustn't start early.
+    early = {"PDL": False} if placement.in_two_parts else pdl_options(out.device)
+    if uses_words(problem, tiles, out.device):
+        words_down(out, placement, weights_TK, problem, tiles, buffers, add_up, early)
+        return
     slab, shape = placement.slab, problem.shape
     args = weight_args(slab, "down", tiles, words=False)
     num_n = triton.cdiv(shape.model_dim, tiles.block_n)
@@ -120,5 +130,5 @@ def direct_down(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **plain_format_constants(slab, "down"),
-        **pdl_options(out.device),
+        **early,
     )

@@ -7,6 +7,41 @@ from minisgl.moe.kernels.dependent import start_next, wait_for_previous
 
 
 @triton.jit
+def apart(rows, LEVELS: tl.constexpr):
+    """The 2^LEVELS rows of [2^LEVELS, N] as a tuple of [N, 1], in order: so that they can be added up in that order."""
+    parts = (tl.trans(rows),)
+    N: tl.constexpr = rows.shape[1]
+    for level in tl.static_range(LEVELS):  # parts[j] holds the rows that are j modulo 2^level
+        evens, odds = (), ()
+        for j in tl.static_range(2**level):
+            even, odd = tl.split(parts[j].reshape(N, 2 ** (LEVELS - level - 1), 2))
+            evens, odds = evens + (even,), odds + (odd,)  # noqa: RUF005
+        parts = evens + odds
+    return parts
+
+
+@triton.jit
+def load_route_weights(weights_R, slots_R, t, TOP_K: tl.constexpr):
+    """The K weights of a token, zero where no slot is, as a tuple of scalars. Both were written before the kernel ahead."""
+    weights = ()
+    for k in tl.static_range(TOP_K):
+        weight = tl.load(weights_R + t * TOP_K + k)
+        weight = tl.where(tl.load(slots_R + t * TOP_K + k) >= 0, weight, 0.0)
+        weights = weights + (weight,)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def add_up(rows, weights, TOP_K: tl.constexpr, LEVELS: tl.constexpr):
+    """Float32 rows [2^LEVELS, N] of one token, added up in the order and with the rounding of `reduce_kernel`."""
+    parts = apart(rows, LEVELS)
+    total = tl.zeros((rows.shape[1],), tl.float32)
+    for k in tl.static_range(TOP_K):
+        total = tl.fma(parts[k].reshape(rows.shape[1]), weights[k], total)
+    return total
+
+
+@triton.jit
 def reduce_kernel(
     rows_RD,
     weights_R,  # float32
@@ -28,5 +63,5 @@ def reduce_kernel(
         mask = d < tl.where(served > 0, D, 0)
         row = tl.load(rows_RD + route * D + d, mask=mask, other=0.0).to(tl.float32)
         weight = tl.where(served > 0, tl.load(weights_R + route), 0.0)
-        total = tl.fma(row, weight, total)  # spelled out: the direct kernel must round in the same places
+        total = tl.fma(row, weight, total)  # spelled out: the direct kernels must round in the same places
     tl.store(y_TD + t * D + d, total.to(y_TD.dtype.element_ty), mask=d < D)

@@ -1,0 +1,380 @@
+"""Decode on 32-bit words of weights: every route reads its own weights, see `words` for the arithmetic.
+
+    words_gate_up_kernel   a program a (route, BLOCK_N hidden units)
+    words_down_kernel      a program a (token, BLOCK_N outputs): all K experts at once, and their sum over k
+
+Tiles are [experts, rows, words]. A program works on two of them that meet the same activations: gate and up rows, or
+the first and the second half of its outputs. In this order of dims Triton gives the lanes of a warp to words, then to
+experts, so a thread holds several rows that meet the same activations, and those once. With BLOCK_K as wide as a row
+there is no loop over K: all that a program reads is in flight at once. PRELOAD says how many steps' weights are asked
+for ahead; down does so before the previous kernel has finished. Routes are the fastest grid dim: those of one slot run
+at the same time and share its weights in the L2.
+"""
+
+import triton
+import triton.language as tl
+
+from minisgl.moe.kernels.dependent import start_next, wait_for_previous
+from minisgl.moe.kernels.product import activated
+from minisgl.moe.kernels.reduce import add_up, load_route_weights
+from minisgl.moe.kernels.words import dot_two, load_x, per_word, x_sums
+
+
+@triton.jit
+def row_pointers(
+    weights, scales, zeros, held, row_a, row_b, block_b, strides, K: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """Where rows row_a and row_b of slots `held` begin: pointers to words, scales and zeros, as a tuple.
+
+    strides: of slots in words, scales and zeros, and of a row of scales. block_b: the row of block scales that row_b
+    has (fp8_block). Rows and slots broadcast to [experts, rows, 1].
+    """
+    PER_WORD: tl.constexpr = per_word(FORMAT)
+    w, s, z = weights + held * strides[0], scales + held * strides[1], zeros + held * strides[2]
+    scale_a, scale_b = row_a, row_b
+    if FORMAT == "fp8_block":
+        scale_a, scale_b = row_a // 128, block_b
+    return (
+        w + row_a * (K // PER_WORD),
+        w + row_b * (K // PER_WORD),
+        s + scale_a * strides[3],
+        s + scale_b * strides[3],
+        z + row_a * strides[3],
+        z + row_b * strides[3],
+    )
+
+
+@triton.jit
+def _inside(here, i: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr):
+    """here, and columns i * WIDTH .. before LAST, unless all of them are."""
+    inside = here
+    if (i + 1) * WIDTH > LAST:
+        inside = here & (i * WIDTH + tl.arange(0, WIDTH)[None, None, :] < LAST)
+    return inside
+
+
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def _load_words(
+    rows,
+    here,
+    i: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Words of step i of two tiles. rows: see `row_pointers`; here: bool [experts, 1, 1], ignored if ALL."""
+    WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
+    EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
+    inside = _inside(here, i, WORDS, K // per_word(FORMAT))
+    word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
+    return _load(rows[0] + word, inside, EVEN), _load(rows[1] + word, inside, EVEN)
+
+
+@triton.jit
+def _load_params(
+    rows, here, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Scales and zeros of both tiles' groups of step i: four of float32 [experts, rows, groups], or numbers."""
+    if GROUP == 0:
+        return 0.0, 0.0, 0.0, 0.0
+    else:
+        GROUPS: tl.constexpr = BLOCK_K // GROUP
+        EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
+        inside = _inside(here, i, GROUPS, (K + GROUP - 1) // GROUP)
+        g = i * GROUPS + tl.arange(0, GROUPS)[None, None, :]
+        scale_a, scale_b = _load(rows[2] + g, inside, EVEN), _load(rows[3] + g, inside, EVEN)
+        if HAS_ZERO:
+            zero_a, zero_b = _load(rows[4] + g, inside, EVEN), _load(rows[5] + g, inside, EVEN)
+            return scale_a, scale_b, zero_a.to(tl.float32), zero_b.to(tl.float32)
+        else:
+            return scale_a, scale_b, 8.0, 8.0
+
+
+@triton.jit
+def load_words(
+    rows, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr
+):  # fmt: skip
+    """Words of the first COUNT steps, as a tuple."""
+    steps = ()
+    for i in tl.static_range(COUNT):  # tuples grow by +: Triton has no (*a, b)
+        steps = steps + (_load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL),)  # noqa: RUF005
+    return steps
+
+
+@triton.jit
+def load_params(
+    rows, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    steps = ()
+    for i in tl.static_range(COUNT):
+        steps = steps + (_load_params(rows, here, i, K, BLOCK_K, GROUP, HAS_ZERO, ALL),)  # noqa: RUF005
+    return steps
+
+
+@triton.jit
+def load_rows(
+    x, x_row, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr,
+    FOURS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The first COUNT steps of rows x_row (int64, [experts, 1, 1] or a scalar) of x, as a tuple."""
+    steps = ()
+    for i in tl.static_range(COUNT):
+        steps = steps + (_load_x_step(x, x_row, here, i, K, BLOCK_K, FORMAT, ALL, FOURS, ASM),)  # noqa: RUF005
+    return steps
+
+
+@triton.jit
+def _load_x_step(
+    x, x_row, here, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr,
+    FOURS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
+    inside = _inside(here, i, WORDS, K // per_word(FORMAT))
+    word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
+    return load_x(x, x_row, word, inside, K, FORMAT, ALL and K % BLOCK_K == 0, FOURS, ASM)
+
+
+@triton.jit
+def _by_group(tile, GROUPS: tl.constexpr):
+    """[experts, rows, words] summed by group: [experts, rows, GROUPS]."""
+    WORDS: tl.constexpr = tile.shape[2] // GROUPS
+    return tl.sum(tile.reshape(tile.shape[0], tile.shape[1], GROUPS, WORDS), 3)
+
+
+@triton.jit
+def _add_step(
+    acc_a, acc_b, words, params, x, FORMAT: tl.constexpr, GROUPED: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """acc plus one step; with groups acc has a column a group, else a column a word."""
+    sums = x_sums(x, FORMAT, FOURS, ASM)
+    dot_a, dot_b = dot_two(words[0], words[1], x, sums, FORMAT, FOURS, ASM)
+    if GROUPED:
+        GROUPS: tl.constexpr = acc_a.shape[2]
+        dot_a, dot_b = _by_group(dot_a, GROUPS), _by_group(dot_b, GROUPS)
+        if FORMAT == "int4":
+            sums = _by_group(sums, GROUPS)
+            dot_a -= (128.0 + params[2]) * sums
+            dot_b -= (128.0 + params[3]) * sums
+        acc_a += dot_a * params[0]
+        acc_b += dot_b * params[1]
+    else:
+        acc_a += dot_a
+        acc_b += dot_b
+    return acc_a, acc_b
+
+
+@triton.jit
+def multiply_rows(
+    x, x_row, xs, words, params, rows, here, HEIGHT: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, ALL: tl.constexpr,
+    FOURS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Float32 dot products [EXPERTS, HEIGHT] of two tiles with rows x_row of x. xs, words and params: the steps that were
+    loaded before; the others are loaded here."""
+    COLUMNS: tl.constexpr = BLOCK_K // per_word(FORMAT) if GROUP == 0 else BLOCK_K // GROUP
+    acc_a = tl.zeros((EXPERTS, HEIGHT, COLUMNS), tl.float32)
+    acc_b = tl.zeros((EXPERTS, HEIGHT, COLUMNS), tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        if i < len(words):
+            x_i, words_i, params_i = xs[i], words[i], params[i]
+        else:
+            words_i = _load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL)
+            x_i = _load_x_step(x, x_row, here, i, K, BLOCK_K, FORMAT, ALL, FOURS, ASM)
+            params_i = _load_params(rows, here, i, K, BLOCK_K, GROUP, HAS_ZERO, ALL)
+        acc_a, acc_b = _add_step(acc_a, acc_b, words_i, params_i, x_i, FORMAT, GROUP > 0, FOURS, ASM)
+    return tl.sum(acc_a, 2), tl.sum(acc_b, 2)
+
+
+@triton.jit
+def _store_activated(
+    gate, up, parameters, activated_RF, route, n, F: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """gate, up: [1, N]. parameters: scales and biases, [N] (ignored where there are none)."""
+    gate, up = gate.reshape(gate.shape[1]), up.reshape(up.shape[1])
+    if (FORMAT == "int8") or (FORMAT == "fp8"):
+        gate *= parameters[0]
+        up *= parameters[1]
+    if HAS_BIAS:
+        gate += parameters[2]
+        up += parameters[3]
+    hidden = activated(gate, up, ACTIVATION).to(activated_RF.dtype.element_ty)
+    tl.store(activated_RF + route.to(tl.int64) * F + n, hidden, mask=n < F)
+
+
+@triton.jit
+def row_parameters(
+    scales, bias, row_a, row_b, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """Scales of whole rows, and biases, of one slot: a tuple of four."""
+    scale_a, scale_b, bias_a, bias_b = 0.0, 0.0, 0.0, 0.0
+    if (FORMAT == "int8") or (FORMAT == "fp8"):
+        scale_a, scale_b = tl.load(scales + row_a), tl.load(scales + row_b)
+    if HAS_BIAS:
+        bias_a, bias_b = tl.load(bias + row_a).to(tl.float32), tl.load(bias + row_b).to(tl.float32)
+    return scale_a, scale_b, bias_a, bias_b
+
+
+@triton.jit
+def words_gate_up_kernel(
+    x_TD,
+    weights,  # int32 words
+    scales,
+    zeros,
+    bias,
+    activated_RF,  # out
+    slots_R,
+    served_R,  # out int8 [R]
+    stride_s,
+    stride_scale_s,
+    stride_scale_n,
+    stride_zero_s,
+    stride_bias_s,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TOP_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,  # columns a scale; 0: a scale a row
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FIRST_WAVE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRELOAD: tl.constexpr,
+    FOURS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    route, pid_n = tl.program_id(0), tl.program_id(1)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate_n = tl.minimum(n, F - 1)
+    here = tl.full((1, 1, 1), True, tl.int1)
+    wait_for_previous(PDL)
+    start_next(PDL)
+    slot = tl.load(slots_R + route)
+    row = gate_n[None, :, None]
+    held = tl.maximum(slot, 0).to(tl.int64)
+    strides = (stride_s, stride_scale_s, stride_zero_s, stride_scale_n)
+    block = (F + 127) // 128 + row // 128  # gate and up have blocks of their own
+    rows = row_pointers(weights, scales, zeros, held, row, row + F, block, strides, D, FORMAT)
+    # Loads are issued in this order, and threads wait in order: scales last, which change hands through shared memory.
+    words = load_words(rows, here, PRELOAD, D, BLOCK_K, FORMAT, True)
+    token = (route // TOP_K).to(tl.int64)
+    xs = load_rows(x_TD, token, here, PRELOAD, D, BLOCK_K, FORMAT, True, FOURS, ASM)
+    params = load_params(rows, here, PRELOAD, D, BLOCK_K, GROUP, HAS_ZERO, True)
+    whole = row_parameters(
+        scales + held * stride_scale_s, bias + held * stride_bias_s, gate_n, gate_n + F, FORMAT, HAS_BIAS
+    )
+    if (
+        pid_n == 0
+    ):  # not earlier: store and branch keep the compiler from spreading the loads over the arithmetic
+        if FIRST_WAVE:
+            tl.store(served_R + route, (slot >= 0).to(tl.int8))
+        elif slot >= 0:
+            tl.store(served_R + route, 1)
+    if slot < 0:
+        return
+    gate, up = multiply_rows(
+        x_TD, token, xs, words, params, rows, here, BLOCK_N, 1, D, BLOCK_K, FORMAT, GROUP, HAS_ZERO, True, FOURS, ASM
+    )  # fmt: skip
+    _store_activated(gate, up, whole, activated_RF, route, n, F, FORMAT, HAS_BIAS, ACTIVATION)
+
+
+@triton.jit
+def _store_rows(
+    rows, out, weights, here, t, route, n, D: tl.constexpr, TOP_K: tl.constexpr, LEVELS: tl.constexpr,
+    SUM: tl.constexpr,
+):  # fmt: skip
+    """Float32 rows [2^LEVELS, N] of one token's experts: added up over k in the order and rounding of `reduce_kernel` if
+    SUM, else as they are."""
+    if SUM:
+        total = add_up(rows, weights, TOP_K, LEVELS)
+        tl.store(out + t.to(tl.int64) * D + n, total.to(out.dtype.element_ty), mask=n < D)
+    else:
+        pointers = out + route.to(tl.int64)[:, None] * D + n[None, :]
+        tl.store(pointers, rows, mask=here[:, None] & (n < D)[None, :])
+
+
+@triton.jit
+def words_down_kernel(
+    activated_RF,
+    weights,  # int32 words
+    scales,
+    zeros,
+    bias,
+    out,  # y_TD if SUM, else rows_RD float32
+    slots_R,
+    weights_R,  # float32
+    stride_s,
+    stride_scale_s,
+    stride_scale_n,
+    stride_zero_s,
+    stride_bias_s,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TOP_K: tl.constexpr,
+    LEVELS: tl.constexpr,  # 2^LEVELS >= TOP_K
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUM: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # at least 2
+    BLOCK_K: tl.constexpr,
+    PRELOAD: tl.constexpr,
+    FOURS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    CHOICES: tl.constexpr = 2**LEVELS
+    HALF: tl.constexpr = BLOCK_N // 2
+    t, pid_n = tl.program_id(0), tl.program_id(1)
+    k = tl.arange(0, CHOICES)
+    route = t * TOP_K + k
+    # Slots and weights were written two launches ago: only activated_RF needs the wait.
+    slot = tl.load(slots_R + route, mask=k < TOP_K, other=-1).to(tl.int64)
+    here_k = slot >= 0
+    here = here_k[:, None, None]
+    slot = tl.where(here_k, slot, 0)
+    n_a = pid_n * BLOCK_N + tl.arange(0, HALF)
+    n_b = n_a + HALF
+    first, second = tl.minimum(n_a, D - 1)[None, :], tl.minimum(n_b, D - 1)[None, :]
+    strides = (stride_s, stride_scale_s, stride_zero_s, stride_scale_n)
+    row_a, row_b = first[:, :, None], second[:, :, None]
+    held = slot[:, None, None]
+    rows = row_pointers(weights, scales, zeros, held, row_a, row_b, row_b // 128, strides, F, FORMAT)
+    words = load_words(rows, here, PRELOAD, F, BLOCK_K, FORMAT, False)
+    params = load_params(rows, here, PRELOAD, F, BLOCK_K, GROUP, HAS_ZERO, False)
+    route_weights = ()
+    if SUM:
+        route_weights = load_route_weights(weights_R, slots_R, t, TOP_K)
+    wait_for_previous(PDL)
+    start_next(PDL)
+    x_row = route.to(tl.int64)[:, None, None]
+    xs = load_rows(activated_RF, x_row, here, PRELOAD, F, BLOCK_K, FORMAT, False, FOURS, ASM)
+    rows_a, rows_b = multiply_rows(
+        activated_RF, x_row, xs, words, params, rows, here, HALF, CHOICES, F, BLOCK_K, FORMAT, GROUP, HAS_ZERO, False,
+        FOURS, ASM,
+    )  # fmt: skip
+    if (FORMAT == "int8") or (FORMAT == "fp8"):
+        s = scales + (slot * stride_scale_s)[:, None]
+        rows_a *= tl.load(s + first, mask=here_k[:, None], other=0.0)
+        rows_b *= tl.load(s + second, mask=here_k[:, None], other=0.0)
+    if HAS_BIAS:
+        s = bias + (slot * stride_bias_s)[:, None]
+        rows_a += tl.load(s + first, mask=here_k[:, None], other=0.0).to(tl.float32)
+        rows_b += tl.load(s + second, mask=here_k[:, None], other=0.0).to(tl.float32)
+    _store_rows(rows_a, out, route_weights, here_k, t, route, n_a, D, TOP_K, LEVELS, SUM)
+    _store_rows(rows_b, out, route_weights, here_k, t, route, n_b, D, TOP_K, LEVELS, SUM)

@@ -1,0 +1,121 @@
+"""Host side of the decode kernels on 32-bit words; see `launch` for the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+
+from minisgl.moe.base import Placement, Problem, Slab
+from minisgl.moe.kernels import launch
+from minisgl.moe.kernels.direct_words import words_down_kernel, words_gate_up_kernel
+from minisgl.moe.kernels.launch import pdl_options, weight_args
+from minisgl.moe.select import CODES_PER_WORD, Tiles, reads_words
+from minisgl.moe.workspace import Buffers, next_power_of_two
+
+
+def uses_words(problem: Problem, tiles: Tiles, device: torch.device) -> bool:
+    """Whether the direct kernels read this problem as words; in the interpreter in any dtype."""
+    if tiles.wide:
+        return False
+    if not launch.on_cuda(device):
+        problem = replace(problem, dtype=torch.bfloat16)
+    return reads_words(problem)
+
+
+def _group(slab: Slab, name: str, num_cols: int) -> int:
+    """Columns that share a scale; 0: all of a row."""
+    if slab.format == "fp8_block":
+        return 128
+    return num_cols // slab.parts[f"{name}_scale"].shape[-1] if slab.format == "int4" else 0
+
+
+def _weights(slab: Slab, name: str, tiles: Tiles) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Words, scales, zeros and bias, and their strides."""
+    args = weight_args(slab, name, tiles, words=False)
+    words = slab.parts[name].view(torch.int32)
+    return (words, args.scales, args.zeros, args.bias), (words.stride(0), *args.strides[1:])
+
+
+def _constants(
+    slab: Slab, name: str, num_cols: int, x: torch.Tensor, num_rows: int, tiles: Tiles
+) -> dict[str, Any]:
+    """num_rows: rows of x that a program meets.
+
+    FOURS: a thread holds four neighbouring words (and their x) at a time, which faster arithmetic counts on. Triton
+    does so where 16 bytes are left for every thread and rows start on 16 bytes.
+    """
+    group = _group(slab, name, num_cols)
+    asm = x.dtype == torch.bfloat16 and launch.on_cuda(x.device)  # replaced where one only compiles
+    words = tiles.block_k // CODES_PER_WORD[slab.format]
+    fours = num_rows * words >= 128 * tiles.num_warps and x.data_ptr() % 16 == 0
+    fours = fours and (group % 128 == 0 if slab.format == "int4" else num_cols % 16 == 0)
+    assert group == 0 or tiles.block_k % group == 0, "a step must be made of whole groups"
+    return {
+        "FORMAT": slab.format,
+        "HAS_BIAS": f"{name}_bias" in slab.parts,
+        "GROUP": group,
+        "HAS_ZERO": f"{name}_zero" in slab.parts,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "PRELOAD": min(tiles.preload, triton.cdiv(num_cols, tiles.block_k)),
+        "FOURS": asm and fours,
+        "ASM": asm,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def words_gate_up(
+    x_TD: torch.Tensor,
+    placement: Placement,
+    problem: Problem,
+    tiles: Tiles,
+    first_wave: bool,
+    buffers: Buffers,
+) -> None:
+    slab, shape = placement.slab, problem.shape
+    tensors, strides = _weights(slab, "gate_up", tiles)
+    num_routes = placement.slots_TK.numel()
+    words_gate_up_kernel[(num_routes, triton.cdiv(shape.hidden_dim, tiles.block_n))](
+        x_TD,
+        *tensors,
+        buffers.activated_PF,
+        placement.slots_TK,
+        buffers.served_R,
+        *strides,
+        D=shape.model_dim,
+        F=shape.hidden_dim,
+        TOP_K=problem.top_k,
+        ACTIVATION=problem.activation,
+        FIRST_WAVE=first_wave,
+        **_constants(slab, "gate_up", shape.model_dim, x_TD, 1, tiles),
+        **pdl_options(x_TD.device),
+    )
+
+
+def words_down(
+    out: torch.Tensor, placement: Placement, weights_TK: torch.Tensor, problem: Problem, tiles: Tiles,
+    buffers: Buffers, add_up: bool, early: dict[str, bool],
+) -> None:  # fmt: skip
+    """out: y [T, D] if add_up, else float32 rows [R, D]. early: options of a dependent launch."""
+    slab, shape = placement.slab, problem.shape
+    tensors, strides = _weights(slab, "down", tiles)
+    choices = next_power_of_two(problem.top_k)
+    words_down_kernel[(problem.num_tokens, triton.cdiv(shape.model_dim, tiles.block_n))](
+        buffers.activated_PF,
+        *tensors,
+        out,
+        placement.slots_TK,
+        weights_TK,
+        *strides,
+        D=shape.model_dim,
+        F=shape.hidden_dim,
+        TOP_K=problem.top_k,
+        LEVELS=choices.bit_length() - 1,
+        SUM=add_up,
+        **_constants(slab, "down", shape.hidden_dim, buffers.activated_PF, choices, tiles),
+        **early,
+    )
