@@ -1,7 +1,7 @@
 """Eviction policies of the prefix cache on request traces, beside Belady's optimum.
 
     python benchmark/eviction.py                                  # four made-up traces, every policy, a table
-    python benchmark/eviction.py --seeds 0,1,2 --check --record   # exit 1 if adaptive is over 5 % behind the best policy
+    python benchmark/eviction.py --seeds 0,1,2 --check --record   # exit 1 if adaptive finds over 5 % less than the best policy
     python benchmark/eviction.py mooncake_trace.jsonl --pages 2000 --json
     python benchmark/eviction.py chat my_module:MyPolicy          # a trace or a policy, by name, file or import path
     python benchmark/eviction.py --growth --record                # time of choosing a victim, 1,000 to 1,000,000 leaves
@@ -9,7 +9,7 @@
 
 Every replay uses the real radix tree and page allocator, and checks that no page was lost. Columns: prompt tokens found in the
 cache, in all and as a share of what Belady's choice finds; prompt tokens computed again; the cost of that (recompute_cost)
-beside lru's; microseconds spent choosing and cutting, for each page evicted. --record appends to
+beside the first row's; microseconds spent choosing and cutting, for each page evicted. --record appends to
 benchmark/results/eviction.jsonl.
 """
 
@@ -74,16 +74,16 @@ def run(trace: Trace, args: argparse.Namespace) -> list[Replay]:
 
 
 def show(trace: Trace, results: Sequence[Replay]) -> None:
-    best, lru = results[-1], results[0]
+    best, first = results[-1], results[0]
     print(
-        f"\n{trace.name}: {len(trace.requests)} requests, {lru.prompt_tokens / 1e6:.2f} M prompt tokens\n"
+        f"\n{trace.name}: {len(trace.requests)} requests, {first.prompt_tokens / 1e6:.2f} M prompt tokens\n"
         f"{'policy':<18}{'hit':>8}{'of optimum':>12}{'recomputed':>12}{'work':>8}{'us/page':>9}{'ghosts':>9}"
     )
     for r in results:
         hit, share = r.hit_tokens / r.prompt_tokens, r.hit_tokens / max(1, best.hit_tokens)
         took = 1e6 * r.evict_seconds / max(1, r.num_evicted)
         print(
-            f"{r.policy:<18}{hit:>8.1%}{share:>12.1%}{r.recomputed_tokens / 1e6:>10.2f} M{r.cost / lru.cost:>8.3f}"
+            f"{r.policy:<18}{hit:>8.1%}{share:>12.1%}{r.recomputed_tokens / 1e6:>10.2f} M{r.cost / first.cost:>8.3f}"
             f"{took:>9.2f}{r.num_ghost_hits:>9}"
         )
     for r in results:
@@ -177,7 +177,7 @@ def plot(trace: Trace, seed: int | None, results: Sequence[Replay], folder: Path
     bars.axhline(optimum, linestyle="--", color="black", label="Belady")
     bars.tick_params(axis="x", rotation=30)
     bars.set(title=f"{trace.name}: prompt tokens found", ylabel="%")
-    bars.legend()
+    bars.legend(loc="lower right")
     learners = [r for r in results if r.weights]
     for r in learners:
         for name in r.weights[0][1]:
@@ -216,7 +216,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a JSON line a trace instead of a table")
     parser.add_argument("--record", action="store_true", help="append to benchmark/results/eviction.jsonl")
     parser.add_argument(
-        "--check", action="store_true", help="exit 1 if adaptive loses more than 5 %% anywhere"
+        "--check", action="store_true", help="exit 1 if adaptive finds over 5 %% less than the best policy"
     )
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write a picture a trace")
     args = parser.parse_args(argv)
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"adaptive against the best single policy: {beside['hits']:.3f} of the hits, {beside['work']:.3f} of the work"
             )
-        if beside and (beside["hits"] < WITHIN or beside["work"] > 1 / WITHIN):
+        if beside and beside["hits"] < WITHIN:
             lost.append((trace.name, seed))
     if args.check and lost:
         print(f"adaptive is more than 5 % behind the best single policy on {lost}")
