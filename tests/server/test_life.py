@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import random
 import signal
@@ -13,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from minisgl.server.bench_client import HttpStream
 from tests.server.helpers import all_free, metric, pages, until
 
 SLOW = {"null": {"step_seconds": 0.01}}
@@ -39,29 +42,34 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(keyed, stream):
     assert until(lambda: all_free(keyed), 1.0)
 
 
-def test_streams_dropped_at_random_moments(keyed):
-    total = sum(pages(keyed).values())
+def test_streams_dropped_at_random_moments(start_server):
+    """200 streams, 20 times."""
     rng = random.Random(7)
 
-    def drop(seed: int) -> None:
+    async def drop(url: str) -> None:
         body = {"prompt": "hello " * 5, "max_tokens": 400, "ignore_eos": True, "stream": True}
-        client = httpx.Client(base_url=keyed.url, headers=keyed.http.headers, timeout=30)
-        with client, client.stream("POST", "/v1/completions", json=body) as answer:
-            leave = time.monotonic() + random.Random(seed).random() * 0.3
-            for _ in answer.iter_raw():
-                if time.monotonic() > leave:
-                    return
+        leave = asyncio.get_running_loop().time() + rng.random() * 0.2
+        stream = await HttpStream.open(url, "/v1/completions", body)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read(stream), max(0.0, leave - asyncio.get_running_loop().time()))
+        stream.close()
 
-    for _ in range(3):
-        threads = [threading.Thread(target=drop, args=(rng.random(),)) for _ in range(40)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert keyed.http.get("/health").status_code == 200
-        assert until(lambda: all_free(keyed), 3)
-        assert sum(pages(keyed).values()) == total
-    assert keyed.chat("well").json()["choices"][0]["message"]["content"] == "well"
+    async def read(stream: HttpStream) -> None:
+        async for _ in stream.chunks():
+            pass
+
+    async def many(url: str) -> None:
+        await asyncio.gather(*(drop(url) for _ in range(200)))
+
+    with start_server(**SLOW) as server:
+        total = sum(pages(server).values())
+        for _ in range(20):
+            asyncio.run(many(server.url))
+            assert server.http.get("/health").status_code == 200
+            assert sum(pages(server).values()) == total
+        assert until(lambda: all_free(server), 3)
+        assert sum(pages(server).values()) == total
+        assert server.chat("well").json()["choices"][0]["message"]["content"] == "well"
 
 
 def test_abort_ends_an_answer_with_what_there_is(keyed):
@@ -254,6 +262,7 @@ def test_no_engine_outlives_its_server(start_server, number):
     with start_server() as server:
         engine = engine_of(server)
         code = server.stop(number)
+        assert "leaked" not in "".join(server.log)
         assert code == (0 if number == signal.SIGTERM else -number)
         assert until(lambda: is_gone(engine), 5)
 

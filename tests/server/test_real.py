@@ -121,6 +121,30 @@ def test_seeds_repeat_and_differ(demo):
     assert two[1]["text"] == say(2)
 
 
+def test_sampling_parameters_do_what_they_say(demo):
+    """Whatever leaves the likeliest token alone is greedy; biases and penalties change what is likeliest."""
+    greedy = demo.complete(**body(STORY, 8)).json()["choices"][0]["text"]
+
+    def say(**fields) -> str:
+        answer = demo.complete(**body(STORY, 8) | {"temperature": 2.0} | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    assert say(top_k=1) == say(top_p=1e-6) == say(min_p=1.0) == say(temperature=0) == greedy
+    assert len({say(seed=seed) for seed in range(4)}) > 1
+    token = demo.http.post("/tokenize", json={"prompt": " the"}).json()["tokens"]
+    assert len(token) == 1
+    assert say(logit_bias={str(token[0]): 100.0}, temperature=1.0) == " the" * 8
+
+    def num_distinct(**fields) -> int:
+        answer = demo.complete(**body(STORY, 40, logprobs=0) | fields).json()
+        return len(set(answer["choices"][0]["logprobs"]["tokens"]))
+
+    free = num_distinct()
+    assert num_distinct(presence_penalty=100.0) == num_distinct(frequency_penalty=100.0) == 40 > free
+    assert num_distinct(repetition_penalty=100.0) > free
+
+
 def test_structured_output_of_a_real_model(demo):
     schema = {
         "type": "object",
@@ -141,23 +165,58 @@ def test_structured_output_of_a_real_model(demo):
     assert 1 <= value["age"] <= 9
 
 
-def test_identical_long_prompts_at_once_equal_a_run_without_prefix_cache(demo, start_demo):
+@pytest.fixture(scope="module")
+def plain(start_demo):
+    """One request at a time, no prefix cache, six of the experts of a layer in slots."""
+    options = {"cache_type": "naive", "page_size": 1, "max_running_requests": 1}
+    with start_demo(**options, moe_expert_offload=True, moe_expert_cache_size="6") as running:
+        yield running
+
+
+def test_identical_long_prompts_at_once_equal_a_run_without_prefix_cache(demo, plain):
     """Greedy texts of a small batch on this model do not depend on the batch; neither the prefix cache nor experts in host
     memory must change that."""
     prompts = [STORY * 5] * 6 + [f"{STORY * 5}The number is {i}" for i in range(6)]
     together = texts(ask_all(demo.url, [body(p) for p in prompts]))
     assert until(lambda: all_free(demo), 2)
-    offload = {"moe_expert_offload": True, "moe_expert_cache_size": "6"}
-    with start_demo(cache_type="naive", page_size=1, **offload) as plain:
-        alone = [plain.complete(**body(p)).json()["choices"][0]["text"] for p in prompts]
-        assert until(lambda: all_free(plain), 2)
-        assert metric(plain, "vllm:prefix_cache_hits") == 0
-        assert 0 < metric(plain, "minisgl:expert_cache_hit_rate") < 1
-        assert metric(plain, "minisgl:link_bytes") > 0
-        assert metric(plain, "minisgl:experts_used") > 0
-        seen = plain.http.get("/live/now").json()["experts"]
-        assert base64.b64decode(seen["resident"]).count(1) == 6 * seen["layers"]
+    alone = [plain.complete(**body(p)).json()["choices"][0]["text"] for p in prompts]
+    assert until(lambda: all_free(plain), 2)
+    assert metric(plain, "vllm:prefix_cache_hits") == 0
     assert together == alone
+
+
+def test_one_at_a_time_is_the_deterministic_mode(plain):
+    prompts = [f"{i}. {STORY}" for i in range(6)]
+    alone = texts([plain.complete(**body(p, 8)).json() for p in prompts])
+    assert texts(ask_all(plain.url, [body(p, 8) for p in prompts])) == alone
+
+
+def test_lower_priority_values_run_first(plain):
+    ended: list[str] = []
+
+    async def ask(name: str, priority: int, tokens: int) -> None:
+        stream = await HttpStream.open(plain.url, "/v1/completions", body(STORY, tokens, priority=priority))
+        await stream.read()
+        ended.append(name)
+
+    async def all_of_them() -> None:
+        asked = [asyncio.create_task(ask("running", 0, 40))]
+        for name, priority in (("late", 5), ("first", 0), ("urgent", -1)):
+            await asyncio.sleep(0.1)  # the first one runs by now, and these arrive in this order
+            asked.append(asyncio.create_task(ask(name, priority, 2)))
+        await asyncio.gather(*asked)
+
+    asyncio.run(all_of_them())
+    assert ended == ["running", "urgent", "first", "late"]
+
+
+def test_what_the_expert_cache_does_is_told(demo, plain):
+    plain.complete(**body(STORY))
+    assert until(lambda: 0 < metric(plain, "minisgl:expert_cache_hit_rate") < 1, 2)
+    assert metric(plain, "minisgl:link_bytes") > 0
+    assert metric(plain, "minisgl:experts_used") > 0
+    seen = plain.http.get("/live/now").json()["experts"]
+    assert base64.b64decode(seen["resident"]).count(1) == 6 * seen["layers"]
     assert metric(demo, "minisgl:link_bytes") == 0, "experts that have slots of their own do not travel"
 
 

@@ -212,6 +212,22 @@ def test_ignore_eos_and_stop_tokens(server):
     assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("ab", "stop", token[0])
 
 
+def test_max_completion_tokens_goes_before_max_tokens(server):
+    answer = server.chat("abcdef", max_completion_tokens=2, max_tokens=4).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("ab", "length")
+    assert server.chat("abcdef", max_tokens=4).json()["choices"][0]["message"]["content"] == "abcd"
+
+
+def test_reasoning_effort_reaches_the_template(server):
+    def prompt_tokens(**fields):
+        return server.chat("x", **fields).json()["usage"]["prompt_tokens"]
+
+    plain = prompt_tokens()
+    assert prompt_tokens(reasoning_effort="high") == plain + len("high")
+    both = {"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "minimal"}}
+    assert prompt_tokens(**both) == plain + len("minimal")
+
+
 def test_continue_the_last_message(server):
     fields = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so far"}]}
     answer = server.http.post("/v1/chat/completions", json=fields | {"continue_final_message": True})

@@ -31,6 +31,7 @@ from minisgl.server.ipc import (
 
 logger = logging.getLogger(__name__)
 
+_TURN_SECONDS = 0.002  # that events may take before it is the turn of those who answer, /health among them
 State = Literal["loading", "ready", "draining", "dead"]
 
 
@@ -167,7 +168,13 @@ class EngineClient:
 
     async def listen(self) -> None:
         """Hand out events until cancelled."""
+        turn = time.monotonic()
         while True:
+            if (
+                time.monotonic() - turn > _TURN_SECONDS
+            ):  # a message that is there already is received without waiting
+                await asyncio.sleep(0)
+                turn = time.monotonic()
             event = await self._end.receive()
             try:
                 self.handle(event)

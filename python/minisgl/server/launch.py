@@ -198,6 +198,7 @@ def serve(
         end.close()
         addresses.remove()
         sock.close()
+        gc.unfreeze()  # or bound libraries complain at exit about what is never freed
 
 
 def _read_template(path: str | None) -> str | None:

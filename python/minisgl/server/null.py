@@ -276,7 +276,7 @@ CHAT_TEMPLATE = """\
 {%- for m in messages[:-1] -%}
 {{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}
 {% endfor -%}
-{{- tools | tojson if tools else '' -}}<|assistant|>
+{{- tools | tojson if tools else '' -}}{{ reasoning_effort if reasoning_effort else '' }}<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking -%}<think>
 
 </think>

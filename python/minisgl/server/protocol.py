@@ -172,7 +172,6 @@ class ChatCompletionRequest(SamplingBody):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    echo: bool | None = None
 
 
 def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:
