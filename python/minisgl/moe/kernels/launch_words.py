@@ -50,7 +50,7 @@ def _constants(
     group = _group(slab, name, num_cols)
     asm = x.dtype == torch.bfloat16 and launch.on_cuda(x.device)  # replaced where one only compiles
     words = tiles.block_k // CODES_PER_WORD[slab.format]
-    fours = num_rows * words >= 128 * tiles.num_warps and x.data_ptr() % 16 == 0
+    fours = num_rows * words >= 128 * tiles.num_warps
     fours = fours and (group % 128 == 0 if slab.format == "int4" else num_cols % 16 == 0)
     assert group == 0 or tiles.block_k % group == 0, "a step must be made of whole groups"
     return {
@@ -77,6 +77,8 @@ def words_gate_up(
     buffers: Buffers,
 ) -> None:
     slab, shape = placement.slab, problem.shape
+    if x_TD.data_ptr() % 16:  # a view that begins in the middle of a word; loads are up to 16 bytes wide
+        x_TD = x_TD.clone()
     tensors, strides = _weights(slab, "gate_up", tiles)
     num_routes = placement.slots_TK.numel()
     words_gate_up_kernel[(num_routes, triton.cdiv(shape.hidden_dim, tiles.block_n))](

@@ -1,0 +1,73 @@
+"""The decode kernels on 32-bit words on a GPU, in bf16: with four words a thread and without, in one wave and in several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.select import Choice, Tiles
+from tests.gpu.moe.test_fused_moe_gpu import cuda_case, expected, needs_fp8
+from tests.interpret.moe.steps import run_step, store
+from tests.moe_oracle import relative_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Tiles whose threads hold four words at a time, with a second step for up and a tail for down.
+FOURS = {
+    "none": (Tiles(4, 512, 2), Tiles(8, 256, 4)),
+    "int8": (Tiles(4, 512, 1), Tiles(8, 256, 2, preload=2)),
+    "fp8": (Tiles(4, 512, 1, preload=2), Tiles(8, 256, 2)),
+    "fp8_block": (Tiles(4, 512, 1), Tiles(8, 256, 2)),
+    "int4": (Tiles(4, 1024, 1), Tiles(8, 256, 1, preload=2)),
+}
+SINGLES = Tiles(4, 128, 4), Tiles(8, 128, 4)
+FORMATS = [
+    ("none", 0, True),
+    ("int8", 0, True),
+    ("fp8", 0, True),
+    ("fp8_block", 128, True),
+    ("int4", 128, True),
+    ("int4", 128, False),
+    ("int4", 32, False),
+]
+
+
+def backend_with(tiles: tuple[Tiles, Tiles], monkeypatch) -> FusedMoeBackend:
+    backend, choice = FusedMoeBackend(), Choice("direct", 1, *tiles)
+    monkeypatch.setattr(backend, "choose", lambda problem, device: choice)
+    return backend
+
+
+@pytest.mark.parametrize(("name", "group", "symmetric"), FORMATS)
+def test_four_words_a_thread_and_waves(name, group, symmetric, monkeypatch):
+    needs_fp8(name)
+    case = cuda_case(3, 3, 5, 1024, 384, seed=1)
+    stored = store(case, name, group or 128, symmetric, "cuda")
+    backend = backend_with(FOURS[name], monkeypatch)
+    backend.workspace(case.x.device).poison(0xFF)
+    resident = run_step(backend, case, stored)
+    assert relative_error(resident, expected(case, stored)) < stored.tolerance
+    assert torch.equal(run_step(backend, case, stored, waves=2), resident)
+
+
+@pytest.mark.parametrize(("name", "group", "symmetric"), FORMATS)
+def test_single_words(name, group, symmetric, monkeypatch):
+    needs_fp8(name)
+    case = cuda_case(3, 3, 5, 1024, 384, bias=True, seed=2)
+    stored = store(case, name, group or 128, symmetric, "cuda")
+    y = run_step(backend_with(SINGLES, monkeypatch), case, stored)
+    assert relative_error(y, expected(case, stored)) < stored.tolerance
+
+
+def test_rows_of_x_that_start_anywhere(monkeypatch):
+    """x that isn't on 16 bytes, nor even on 4."""
+    case = cuda_case(3, 3, 5, 1024, 384, seed=3)
+    stored = store(case, "int4", 128, True, "cuda")
+    moved = torch.empty(case.x.numel() + 1, dtype=case.x.dtype, device="cuda")[1:].view_as(case.x)
+    moved.copy_(case.x)
+    backend = backend_with(FOURS["int4"], monkeypatch)
+    aligned = run_step(backend, case, stored)
+    assert torch.equal(run_step(backend, replace(case, x=moved), stored), aligned)
