@@ -1,0 +1,97 @@
+"""Overlap: how the fetches of a layer that the device plans share the device with the computation of its hits.
+
+main     place | hits | missed routes | attention of the next layer          | place
+second          fetch gate_up, down   | fetch early, until the next layer's place
+third           router of the next layer, list of what to fetch early
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from minisgl.moe.store.copies import recorded
+
+
+class Overlap(Protocol):
+    """How fetches and the computation of hits share the device. prefetches: whether guesses get the link when it is idle."""
+
+    prefetches: bool
+
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
+        """Launch the fetches one after the other, and after everything launched so far."""
+        ...
+
+    def join(self, count: int) -> None:
+        """What is launched from now on comes after the first `count` fetches."""
+        ...
+
+    def follow(self, prepare: Callable[[], None], fetch: Callable[[], None]) -> None:
+        """Launch `prepare` beside the fetches and everything launched later, and `fetch` behind both it and them."""
+        ...
+
+    def end(self) -> None:
+        """What is launched from now on comes after all fetches and what was prepared, but not after what follows them."""
+        ...
+
+
+class Serial:
+    """One stream: the fetches, then the hits. For a CPU, and for comparison."""
+
+    def __init__(self, prefetches: bool = False) -> None:
+        self.prefetches = prefetches
+
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
+        for fetch in fetches:
+            fetch()
+
+    def join(self, count: int) -> None:
+        pass
+
+    def follow(self, prepare: Callable[[], None], fetch: Callable[[], None]) -> None:
+        prepare()
+        fetch()
+
+    def end(self) -> None:
+        pass
+
+
+class Forked:
+    """A second stream, forked before the hits and joined after them; a CUDA graph captures it as a branch. What is prepared
+    has a third one.
+    """
+
+    def __init__(self, device: torch.device, prefetches: bool = False) -> None:
+        self.prefetches = prefetches
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._aside = torch.cuda.Stream(device) if prefetches else self._stream
+        self._begun: torch.cuda.Event | None = None
+        self._done: list[torch.cuda.Event] = []
+
+    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._begun, self._done = recorded(self._stream), []
+        with torch.cuda.stream(self._stream):
+            for fetch in fetches:
+                fetch()
+                self._done.append(recorded(self._stream))
+
+    def join(self, count: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done[count - 1])
+
+    def follow(self, prepare: Callable[[], None], fetch: Callable[[], None]) -> None:
+        assert self._begun is not None
+        self._aside.wait_event(self._begun)  # and so after whatever followed the fetches of an earlier layer
+        with torch.cuda.stream(self._aside):
+            prepare()
+            prepared = recorded(self._aside)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(prepared)
+            fetch()
+        self._done.append(prepared)
+
+    def end(self) -> None:
+        for event in self._done:
+            torch.cuda.current_stream(self._device).wait_event(event)
