@@ -7,7 +7,8 @@ At this size the step is latency: the down kernel therefore takes all K experts 
 the other would be K trips to memory), asks for its weights before the previous kernel has finished, so that
 memory doesn't idle between the two, and sums over k in registers, so no third launch, no atomics. Weights meet
 unquantized activations in fp32. Routes are the fastest program index: routes of one slot run at the same time
-and share its weights in L2. Formats of four bits take the tensor cores instead, see `wide`.
+and share its weights in L2. Activations in bf16 take `direct_words` instead wherever rows are made of whole 32-bit
+words, which is everywhere but in odd shapes; formats of four bits take it or the tensor cores, see `wide`.
 """
 
 import triton
