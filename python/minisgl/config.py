@@ -177,6 +177,11 @@ class OffloadConfig:
     moe_expert_offload_wave_size: int = flag(
         8, "missing experts that are computed together; later ones travel meanwhile (staged mode)"
     )
+    moe_prefetch: bool = flag(
+        False,
+        "guess the next layer's experts from this layer's input, and fetch those it lacks while the link is idle (device "
+        "mode); a layer where that does not pay stops by itself",
+    )
     moe_trace: str | None = flag(
         None, "write which experts every token used to this file (npz) at the end; without CUDA graphs"
     )
@@ -197,6 +202,13 @@ class OffloadConfig:
             )
         if size != "auto" and not self.moe_expert_offload:
             raise ValueError(f"--moe-expert-cache-size={size} needs --moe-expert-offload: add it")
+        if self.moe_prefetch and not self.moe_expert_offload:
+            raise ValueError("--moe-prefetch fetches experts from host memory: add --moe-expert-offload")
+        if self.moe_prefetch and self.moe_offload_mode == "staged":
+            raise ValueError(
+                "--moe-prefetch: the host, which plans in --moe-offload-mode staged, can't stop a copy when it is in the way; "
+                "use device or auto, or leave it out"
+            )
         if self.moe_expert_offload_wave_size < 1:
             raise ValueError(
                 f"--moe-expert-offload-wave-size={self.moe_expert_offload_wave_size} must be at least 1"
@@ -332,6 +344,11 @@ class EngineConfig:
         if override is not None and override < 2:
             raise ValueError(f"--max-seq-len-override={override} must be at least 2")
         self.parallel.validate()
+        if self.offload.moe_prefetch and self.parallel.expert_parallel_size > 1:
+            raise ValueError(
+                "--moe-prefetch guesses for tokens that the ranks haven't exchanged yet: leave out --expert-parallel-size "
+                "(--tp alone works), or leave out --moe-prefetch"
+            )
         if self.parallel.moe_ep_dispatch == "dynamic" and graph_limit:
             raise ValueError(
                 f"--moe-ep-dispatch dynamic reads counts on the host, which no CUDA graph can hold: leave out "

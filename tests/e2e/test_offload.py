@@ -121,11 +121,25 @@ def test_an_abort_in_the_middle_harms_nobody(folder: Path) -> None:
         ({"moe_expert_cache_size": 4, "moe_expert_offload": False}, "needs --moe-expert-offload"),
         ({"moe_expert_offload_wave_size": 0}, "must be at least 1"),
         ({"max_total_tokens": 100}, "give one"),
+        ({"moe_prefetch": True, "moe_expert_offload": False}, "add --moe-expert-offload"),
+        ({"moe_prefetch": True, "moe_offload_mode": "staged"}, "use device or auto"),
+        (
+            {"moe_prefetch": True, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+            "leave out --expert-parallel-size",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load(folder, **{"moe_expert_offload": True, **options})
+
+
+def test_prefetching_that_cannot_be_is_left_out_and_said(folder: Path) -> None:
+    llm = load(folder, moe_expert_offload=True, moe_expert_cache_size=4, moe_prefetch=True)
+    (decision,) = (d for d in llm.decisions if d.flag == "--moe-prefetch")
+    assert (decision.value, "device plans" in decision.reason) == ("off", True)
+    roomy = load(folder, moe_expert_offload=True, moe_expert_cache_size=50, moe_prefetch=True)
+    assert not roomy.config.offload.moe_prefetch, "every expert has a slot: there is nothing to fetch"
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:

@@ -297,7 +297,9 @@ class Engine:
         sizes = graph_sizes(min(limit, self.config.scheduler.max_running_requests))
         parts = [self.group, *self.decoder.backends.values()]
         sizes = safe_sizes(sizes, self.decoder.moe_layers().values(), parts)
-        sizes = sizes[: self.group.smallest(len(sizes))]  # all replay, or none: padding changes what they send
+        sizes = sizes[
+            : self.group.smallest(len(sizes))
+        ]  # all replay, or none: padding changes what they send
         if not sizes:
             return None
         return DecodeGraphs(self.decoder, self._caches, self._table, sizes, self.max_seq_len)
@@ -353,7 +355,10 @@ class Engine:
     def expert_cache(self) -> dict[int, CacheCounters]:
         """What each layer's cache of experts did so far, by layer; empty without one. Waits for the device."""
         before = self._warm_up_counters
-        return {index: now - before[index] for index, now in self._cache_counters().items()}
+        counted = {index: now - before[index] for index, now in self._cache_counters().items()}
+        if self._offload is not None:
+            self._offload.tell(counted)
+        return counted
 
     def _cache_counters(self) -> dict[int, CacheCounters]:
         counted = {index: layer.store.counters() for index, layer in self.decoder.moe_layers().items()}

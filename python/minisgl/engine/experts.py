@@ -92,6 +92,8 @@ def make_moe_factory(
         kernel.moe_expert_quantization, dtype, group_size=kernel.moe_quantization_group_size
     )
 
+    built: list[MoELayer] = []
+
     def build(layer: int, moe: MoESpec) -> MoELayer:
         shard = sharing.shard
         shape = expert_shape(spec, shard)
@@ -99,7 +101,7 @@ def make_moe_factory(
             store = ResidentStore(len(shard.experts), shape, weight_format, device)
         else:
             store = offload.store(shape, weight_format)
-        return build_moe_layer(
+        made = build_moe_layer(
             spec,
             store,
             backend,
@@ -109,5 +111,9 @@ def make_moe_factory(
             device=device,
             dtype=dtype,
         )
+        if offload is not None and offload.prefetches and built:
+            built[-1].guess_with(made)
+        built.append(made)
+        return made
 
     return build

@@ -23,6 +23,7 @@ from minisgl.models.dense import DenseStorage
 from minisgl.models.sizes import ModelSizes
 from minisgl.moe.base import Problem
 from minisgl.moe.formats import get_format
+from minisgl.moe.store.early import num_early_slots
 from minisgl.moe.store.pinned import gather_host_facts
 from minisgl.moe.store.planning import graph_holds
 from minisgl.moe.workspace import ALIGNMENT, buffer_specs, next_power_of_two
@@ -97,9 +98,10 @@ class Setup:
     """The choices that decide how much memory an engine takes; a resolved configuration in plain numbers.
 
     weight_format, group_size: of the experts (--moe-expert-quantization). num_slots: experts a layer keeps on the device,
-    None for all of them; staged: whether the host plans that cache; wave_size: missing experts that travel together.
-    num_pages counts the dummy page. graph_batch: largest captured decode batch, 0 for no graphs. fused: whether the fused MoE
-    backend, which has a workspace, computes the experts; keeps_workspace: whether it is kept between steps.
+    None for all of them; staged: whether the host plans that cache; wave_size: missing experts that travel together;
+    prefetch: whether some travel early (--moe-prefetch). num_pages counts the dummy page. graph_batch: largest captured decode
+    batch, 0 for no graphs. fused: whether the fused MoE backend, which has a workspace, computes the experts;
+    keeps_workspace: whether it is kept between steps.
     storage: of attention, embedding and lm_head.
     """
 
@@ -112,6 +114,7 @@ class Setup:
     num_slots: int | None = None
     staged: bool = False
     wave_size: int = 8
+    prefetch: bool = False
     page_size: int = 16
     max_running_requests: int = 256
     max_prefill_length: int = 8192
@@ -145,6 +148,7 @@ def setup_of(config: EngineConfig, num_pages: int = 2) -> Setup:
         num_slots=config.offload.num_slots if config.offload.moe_expert_offload else None,
         staged=not on_cuda or config.offload.moe_offload_mode == "staged",
         wave_size=config.offload.moe_expert_offload_wave_size,
+        prefetch=config.offload.moe_prefetch,
         page_size=config.cache.page_size,
         max_running_requests=scheduler.max_running_requests,
         max_prefill_length=scheduler.max_prefill_length,
@@ -276,6 +280,7 @@ def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
     everything = expert_cache_bytes(sizes, setup, sizes.num_experts)
     slots = sizes.num_experts if setup.num_slots is None else min(setup.num_slots, sizes.num_experts)
     streams = setup.on_cuda and setup.offloaded
+    early = num_early_slots(sizes.num_experts, slots, setup.prefetch and streams and not setup.staged)
     transient = num_transient_slots(setup.wave_size, sizes.num_experts) * (streams and not setup.staged)
     ring = num_ring_records(setup.wave_size, slots) * (streams and setup.staged)
     workspace = workspace_bytes(sizes, setup)
@@ -291,7 +296,7 @@ def predict_ledger(sizes: ModelSizes, setup: Setup) -> Ledger:
             sizes.embedding_bytes(setup.dtype) * setup.storage.embedding_on_host,
             "host",
         ),
-        LedgerLine("experts", expert_cache_bytes(sizes, setup, slots), where),
+        LedgerLine("experts", expert_cache_bytes(sizes, setup, slots + early), where),
         LedgerLine("experts on the host", everything * setup.offloaded, "host"),
         LedgerLine("transient experts", transient * record, where),
         LedgerLine("expert copies", ring * record, "host"),

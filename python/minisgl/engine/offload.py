@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 
@@ -29,16 +30,17 @@ from minisgl.moe.base import ExpertShape, Slab
 from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.store import CacheCounters, ExpertStore, StagedStore, StoreBytes
 from minisgl.moe.store.copies import Copies, CopyChannel, CudaCopies, DirectCopies
+from minisgl.moe.store.overlap import Forked, Overlap, Serial
 from minisgl.moe.store.pinned import HostFacts, HostMemory, Pinning, pin_budget
 from minisgl.moe.store.streaming import TransientSlots
 from minisgl.resolve import Decision
 
 try:
-    from minisgl.moe.store.device_cache import DeviceStore, Forked
+    from minisgl.moe.store.device_cache import DeviceStore
 except ModuleNotFoundError as error:  # Triton is not made for every platform, and the staged store needs none
     if error.name != "triton":
         raise
-    DeviceStore = Forked = None
+    DeviceStore = None
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,11 @@ def size_cache(
         reason = f"what {device_budget / GIB:.1f} GiB leave beside everything else"
     if slots == everything:
         unused = dataclasses.replace(
-            config.offload, moe_expert_offload=False, moe_expert_cache_size="auto", moe_offload_mode="auto"
+            config.offload,
+            moe_expert_offload=False,
+            moe_expert_cache_size="auto",
+            moe_offload_mode="auto",
+            moe_prefetch=False,
         )
         reason = f"all {everything} experts of a layer fit on the device: they stay there, and none is copied"
         decision = Decision("--moe-expert-offload", "off", reason)
@@ -186,9 +192,23 @@ class ExpertOffload:
             self.decisions.append(
                 Decision("--moe-expert-offload", f"{pinned / everything:.0%} pinned", refusal)
             )
-        self._overlap = Forked(device) if self.mode == "device" and on_cuda and Forked is not None else None
+        self.prefetches = config.moe_prefetch and self.mode == "device"
+        if config.moe_prefetch and not self.prefetches:
+            reason = (
+                "only a cache that the device plans (--moe-offload-mode device) knows when the link is idle"
+            )
+            self.decisions.append(Decision("--moe-prefetch", "off", reason))
+        self._overlap = self._make_overlap()
         self._transient: TransientSlots | None = None
         self._previous: ExpertStore | None = None
+        self._told: set[int] = set()
+
+    def _make_overlap(self) -> Overlap | None:
+        """How the device stores of all layers share the device; None in staged mode, which has copies instead."""
+        if self.mode == "staged":
+            return None
+        on_cuda = self.device.type == "cuda"
+        return Forked(self.device, self.prefetches) if on_cuda else Serial(self.prefetches)
 
     def store(self, shape: ExpertShape, weight_format: ExpertFormat) -> ExpertStore:
         """The store of one more layer, in the order of layers."""
@@ -229,6 +249,14 @@ class ExpertOffload:
             pinned=self._channel.num_bytes if self._channel is not None else 0,
         )
 
+    def tell(self, counted: Mapping[int, CacheCounters]) -> None:
+        """Say once, of the layers whose prefetching did not pay, which they are. counted: by layer."""
+        off = [index for index, counters in counted.items() if counters.early_off]
+        new = [index for index in off if index not in self._told]
+        if new:
+            logger.info("--moe-prefetch: guesses did not pay in layers %s and stopped there", new)
+            self._told.update(new)
+
     def close(self) -> None:
         """Wait for what is under way and unpin all host memory. No step may follow."""
         if self.device.type == "cuda":
@@ -239,7 +267,13 @@ class ExpertOffload:
 def cache_report(counters: CacheCounters, num_slots: int | None) -> str:
     """One line for people. num_slots: a layer, as resolved."""
     needed = counters.hits + counters.misses
+    early = ""
+    if counters.early_bytes:
+        share = counters.useful_bytes / counters.early_bytes
+        early = f"; {counters.early_bytes / 1e6:,.1f} MB of them early, {share:.0%} of which was needed"
+    if counters.early_off:
+        early += f"; prefetching did not pay in {counters.early_off} layers and stopped there"
     return (
         f"expert cache: {counters.hit_rate:.1%} of {needed:,} experts were in one of {num_slots} slots a layer, "
-        f"{counters.num_bytes / 1e6:,.1f} MB copied"
+        f"{counters.num_bytes / 1e6:,.1f} MB copied{early}"
     )

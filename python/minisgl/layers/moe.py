@@ -18,6 +18,9 @@ For one token x, the K experts chosen for it and their weights w:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -118,15 +121,33 @@ class MoELayer(nn.Module):
         self.store, self.backend, self.exchange = store, backend, exchange
         self.shard = shard or ExpertShard.whole(num_experts, store.shape.hidden_dim)
         self.activation: Activation = activation
+        self.guess: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = None
+        """(x_TD, num_valid) -> ids_TK that the layer after this one will probably choose; None: nobody guesses."""
         if reason := backend.supports(self._problem(1, router.weight.dtype), store.device):
             raise ValueError(f"the {backend.name} backend can't serve this layer: {reason}")
 
     def forward(self, x_TD: torch.Tensor, num_valid: torch.Tensor | None = None) -> torch.Tensor:
         """y [T, D]. num_valid int32 [1]: rows from this number on are padding of a CUDA graph, and use no expert."""
         routing = self.backend.route(self.router(x_TD), self.router.rule, self.router.choice_bias, num_valid)
+        if self.guess is not None:
+            self.store.expect(partial(self.guess, x_TD, num_valid))
         sent = self.exchange.dispatch(x_TD, routing)
         y_TD = self.exchange.combine([self._experts(rows) for rows in sent.parts], sent)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def guess_with(self, following: MoELayer) -> None:
+        """Let the store fetch early what the following layer's router chooses for this layer's input: between neighbours the
+        residual stream changes little, and with it the choice.
+        """
+        router, route = (
+            following.router,
+            following.backend.route,
+        )  # as they are: a backend may come to be watched
+
+        def guess(x_TD: torch.Tensor, num_valid: torch.Tensor | None) -> torch.Tensor:
+            return route(router(x_TD), router.rule, router.choice_bias, num_valid).ids_TK
+
+        self.guess = guess
 
     def _experts(self, rows: Rows) -> torch.Tensor:
         """Weighted sums [R, D] of this rank's experts; exactly zero for a row that has none here."""

@@ -45,7 +45,7 @@ from minisgl.resolve import Facts, resolve
 
 STEPS = ((8192, 256), (8192, 32), (4096, 32), (2048, 16), (512, 8))
 """(--max-prefill-length, --max-running-requests) to try: smaller steps leave more memory to weights and KV pages."""
-CACHE_OPTIONS = ("moe_expert_offload", "moe_expert_cache_size", "moe_offload_mode")
+CACHE_OPTIONS = ("moe_expert_offload", "moe_expert_cache_size", "moe_offload_mode", "moe_prefetch")
 HOST_SHARE = 0.9  # of available host memory that a plan may take
 FP8_CAPABILITY = (8, 9)
 NEVER = Speed(float("inf"), float("inf"))
@@ -84,13 +84,14 @@ class _Builder:
         self.asked = request.given
         size = str(request.given.get("moe_expert_cache_size", "auto"))
         self.given_slots = int(size) if size.isdecimal() else None
-        self.only_offloaded = bool(request.given.get("moe_expert_offload")) or self.given_slots is not None
+        offloads = request.given.get("moe_expert_offload") or request.given.get("moe_prefetch")
+        self.only_offloaded = bool(offloads) or self.given_slots is not None
         self.only_resident = sizes.expert is None or (self.given_slots or 0) >= sizes.num_experts
         given = dict(request.given)
         if self.only_resident:  # the engine drops a cache that holds everything
             self.only_offloaded = False
             given = {name: value for name, value in given.items() if name not in CACHE_OPTIONS}
-        elif self.only_offloaded:  # a number of slots means it
+        elif self.only_offloaded:  # a number of slots means it, and so does a way to fill them
             given["moe_expert_offload"] = True
         EngineConfig.from_kwargs(**given, model=request.model)
         request = replace(request, given=given)
@@ -212,9 +213,10 @@ class _Builder:
             device_bytes=self.machine.gpu_bytes,
             vocab_size=self.numbers.sizes.vocab_size,
         )
-        config, _ = resolve(
-            EngineConfig.from_kwargs(**{**request.given, **options, "model": request.model}), facts
-        )
+        given = {**request.given, **options, "model": request.model}
+        if given.get("moe_offload_mode") == "staged":  # as the engine does where it can't plan on the device
+            given.pop("moe_prefetch", None)
+        config, _ = resolve(EngineConfig.from_kwargs(**given), facts)
         cache = config.cache
         pages = request.concurrency * -(-request.context // cache.page_size) + 1
         if cache.max_total_tokens is not None and "max_total_tokens" in request.given:

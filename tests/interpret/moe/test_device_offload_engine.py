@@ -15,12 +15,15 @@ from tests.e2e.model_factory import make_model, make_prompts
 GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
 
 
-def test_text_equals_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_text_equals_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefetch: bool) -> None:
     monkeypatch.setattr(offload_module, "choose_mode", lambda *_: ("device", []))
     make_model(tmp_path, "qwen3_moe")
     options: dict[str, Any] = {"device": "cpu", "num_pages": 40, "moe_backend": "torch"}
     resident = LLM(str(tmp_path), **options)
-    cached = LLM(str(tmp_path), **options, moe_expert_offload=True, moe_expert_cache_size=3)
+    cached = LLM(
+        str(tmp_path), **options, moe_expert_offload=True, moe_expert_cache_size=3, moe_prefetch=prefetch
+    )
     stores = [layer.store for layer in cached.engine.decoder.moe_layers().values()]
     assert all(isinstance(store, DeviceStore) for store in stores)
     for lengths in ([3], [90], [2, 70, 5], [1, 1, 1]):
@@ -28,6 +31,8 @@ def test_text_equals_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         one, two = ([(o.token_ids, o.logprobs) for o in side] for side in outputs)
         assert one == two
     record = stores[0].layout.nbytes
-    for counters in cached.expert_cache().values():
-        assert counters.num_bytes >= record * counters.misses
+    cache = cached.expert_cache()
+    assert [counters.early_bytes > 0 for counters in cache.values()] == [False, prefetch, prefetch]
+    for counters in cache.values():
+        assert counters.num_bytes >= record * counters.misses + counters.early_bytes - counters.useful_bytes
     assert cached.engine.ledger().line("transient experts") == 8 * record, "all eight: fewer than four waves"

@@ -13,6 +13,7 @@ from minisgl.engine.offload import ExpertOffload, cache_report, choose_mode, pag
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store import CacheCounters
+from minisgl.moe.store.early import MAX_EARLY_SLOTS
 from minisgl.moe.store.pinned import HostFacts
 from minisgl.resolve import Facts, resolve
 from tests.unit.planner.configs import QWEN3_30B_A3B
@@ -140,7 +141,31 @@ def test_mode() -> None:
         offload("device")
 
 
+def test_early_slots_are_counted_before_the_cache_is_sized() -> None:
+    plain, early = request(), request(moe_prefetch=True)
+    fewer, more = (size_cache(c, SIZES, 12 * GIB)[0] for c in (early, plain))
+    assert fewer.offload.num_slots is not None and more.offload.num_slots is not None
+    assert fewer.offload.num_slots == more.offload.num_slots - MAX_EARLY_SLOTS
+    ledger = predict_ledger(SIZES, setup_of(fewer, pages_for(32_768, 16)))
+    record = SIZES.record_bytes("int4", torch.bfloat16)
+    assert ledger.line("experts") == more.offload.num_slots * record * 48
+    staged = request(moe_offload_mode="staged", moe_expert_cache_size=8)
+    assert predict_ledger(SIZES, setup_of(staged)).line("experts") == 8 * record * 48
+
+
+def test_layers_that_stopped_prefetching_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    shared, off, on = offload(), CacheCounters(early_off=1), CacheCounters()
+    with caplog.at_level("INFO"):
+        for counted in ({0: on, 1: off}, {0: on, 1: off}, {0: off, 1: off}):
+            shared.tell(counted)
+    assert ["[1]" in caplog.messages[0], "[0]" in caplog.messages[1], len(caplog.messages)] == [True, True, 2]
+
+
 def test_report() -> None:
     line = cache_report(CacheCounters(300, 100, 60, 2_000_000), 8)
     assert line == "expert cache: 75.0% of 400 experts were in one of 8 slots a layer, 2.0 MB copied"
     assert CacheCounters().hit_rate == 0
+    line = cache_report(CacheCounters(300, 100, 60, 2_000_000, 500_000, 400_000, 3), 8)
+    assert line.endswith(
+        "2.0 MB copied; 0.5 MB of them early, 80% of which was needed; prefetching did not pay in 3 layers and stopped there"
+    )

@@ -77,3 +77,24 @@ def test_fetch_reads_wide_words(kernels, tmp_path: Path) -> None:
     plain = kernels["fetch_kernel"][0]
     assert re.search(r"ld\.global\S*\.v2\.b64", plain.asm["ptx"]), "16 bytes a load"
     assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in kernels["fetch_kernel"])
+
+
+@pytest.mark.slow
+def test_early_kernels_compile(kernels, tmp_path: Path) -> None:
+    nbytes = 2**17 + 256
+    plan = DevicePlan(512, 256, torch.device("cpu"), num_early=2, record_bytes=nbytes)
+    records_EB, slab_SB = (torch.zeros((n, nbytes), dtype=torch.uint8) for n in (4, 2))
+    ids_TK = torch.zeros((4, 8), dtype=torch.int32)
+    plan.place(ids_TK, first=True)
+    plan.place(ids_TK, first=False)
+    plan.plan_early(ids_TK)
+    plan.fetch_early(records_EB, slab_SB)
+    plan.fetch(records_EB, slab_SB)
+    early = kernels["fetch_early_kernel"][0].asm["ptx"]
+    assert re.search(r"ld\.global\S*\.v2\.b64", early), "16 bytes a load"
+    assert len(re.findall(r"(?:ld|atom)\S*\.relaxed", early)) == 2, "the clock is looked at before each chunk"
+    assert re.search(r"bar\.sync[^;]*;\s.*?atom\S*\.release\S*\.exch", early, re.DOTALL), (
+        "reported when complete"
+    )
+    for name in ("place_kernel", "plan_early_kernel", "fetch_early_kernel", "fetch_kernel"):
+        assert all(spilled_bytes(kernel, tmp_path) <= 8 for kernel in kernels[name]), name

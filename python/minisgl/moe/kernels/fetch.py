@@ -9,6 +9,8 @@ doesn't idle between them; it needs nothing of the first, and therefore never wa
 
 With SOME it takes from the list only what is at hand in device memory: experts that a prompt used pass through transient slots,
 and those that its last tokens used are copied from there.
+
+With EARLY the list says how much of a record came early; that part is left out.
 """
 
 import triton
@@ -24,11 +26,13 @@ def fetch_kernel(
     slab_SW,  # out: slots as int64 words
     fetch_experts_S,
     fetch_slots_S,
+    fetch_chunks_S,  # with EARLY
     num_fetch,
     WORDS: tl.constexpr,  # of a record, a multiple of 32
     BEGIN: tl.constexpr,  # the words to copy: BEGIN .. END - 1
     END: tl.constexpr,
     SOME: tl.constexpr,
+    EARLY: tl.constexpr,  # words of a chunk, 0: nothing comes early
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -44,6 +48,8 @@ def fetch_kernel(
             expert = tl.load(place_of_E + expert).to(tl.int64)
             end = tl.where(expert >= 0, END, 0)
         inside = word < end
+        if EARLY > 0:
+            inside = inside & (word >= tl.load(fetch_chunks_S + turn) * EARLY)
         value = tl.load(records_EW + expert * WORDS + word, mask=inside, other=0)
         tl.store(slab_SW + slot * WORDS + word, value, mask=inside)
     start_next(PDL)

@@ -10,14 +10,17 @@ than experts may need several. The layer never learns which kind it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing
 from minisgl.moe.formats import ExpertFormat
+
+Guess = Callable[[], torch.Tensor]
+"""int32 [T, K]: experts that the following layer's tokens will probably use, the likeliest first, -1 for none."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,17 @@ class CacheCounters:
     """What a cache of experts did since the start. An expert that several tokens of a step use counts once in that step.
 
     hits: experts that were in a slot when a step needed them; misses: those that were not. evictions: experts that left a slot
-    for another. num_bytes: copied from host memory.
+    for another. num_bytes: copied from host memory; early_bytes: those of them that were fetched on a guess; useful_bytes:
+    those of these that a step then needed. early_off: layers whose guesses did not pay and stopped.
     """
 
     hits: int = 0
     misses: int = 0
     evictions: int = 0
     num_bytes: int = 0
+    early_bytes: int = 0
+    useful_bytes: int = 0
+    early_off: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -48,20 +55,10 @@ class CacheCounters:
         return self.hits / max(self.hits + self.misses, 1)
 
     def __add__(self, other: CacheCounters) -> CacheCounters:
-        return CacheCounters(
-            self.hits + other.hits,
-            self.misses + other.misses,
-            self.evictions + other.evictions,
-            self.num_bytes + other.num_bytes,
-        )
+        return CacheCounters(*(one + two for one, two in zip(astuple(self), astuple(other))))
 
     def __sub__(self, other: CacheCounters) -> CacheCounters:
-        return CacheCounters(
-            self.hits - other.hits,
-            self.misses - other.misses,
-            self.evictions - other.evictions,
-            self.num_bytes - other.num_bytes,
-        )
+        return CacheCounters(*(one - two for one, two in zip(astuple(self), astuple(other))))
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,12 @@ class ExpertStore(Protocol):
     def place(self, routing: Routing) -> Iterable[Placement]:
         """Waves that together serve every route once whose id is not -1. Each is valid until the next is
         asked for.
+        """
+        ...
+
+    def expect(self, guess: Guess) -> None:
+        """Before `place`, which may call it once, on another stream, while it serves its waves: to fetch for the following
+        layer what is not at hand. Stores that fetch nothing early leave it alone.
         """
         ...
 

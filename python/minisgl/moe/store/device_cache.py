@@ -8,20 +8,24 @@
 A decode step never waits for the host, so a CUDA graph holds it, with as many waves as its tokens could need. A prompt
 waits for its routing once a layer and fetches nothing that no token uses. It leaves the caches alone but for what its last
 tokens used: those experts are copied from the transient slots, because decoding is about to ask for them.
+
+With `prefetches` a layer that knows a guess (`expect`) hands it to the following layer's store, whose early slots are filled
+behind the layer's own fetches for as long as the following layer has not begun; see `store.early`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.kernels.device_plan import DevicePlan
-from minisgl.moe.store.base import CacheCounters, CacheView, StoreBytes
-from minisgl.moe.store.copies import recorded
+from minisgl.moe.kernels.device_plan import CHUNK_BYTES, DevicePlan
+from minisgl.moe.store.base import CacheCounters, CacheView, Guess, StoreBytes
+from minisgl.moe.store.early import MAX_EARLY_TOKENS, num_early_slots
+from minisgl.moe.store.overlap import Overlap, Serial
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, graph_holds
 from minisgl.moe.store.records import ExpertRecords
@@ -30,48 +34,6 @@ from minisgl.moe.store.streaming import TransientSlots
 
 WARM_TOKENS = 4  # last tokens of a prompt whose experts are kept, if half of the slots hold them
 STREAM_AHEAD = 0.9  # the next layer's experts follow if this layer needed so much of what it lacked
-
-
-class Overlap(Protocol):
-    """How fetches and the computation of hits share the device."""
-
-    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
-        """Launch the fetches one after the other, and after everything launched so far."""
-        ...
-
-    def join(self, count: int) -> None:
-        """What is launched from now on comes after the first `count` fetches."""
-        ...
-
-
-class Serial:
-    """One stream: the fetches, then the hits. For a CPU, and for comparison."""
-
-    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
-        for fetch in fetches:
-            fetch()
-
-    def join(self, count: int) -> None:
-        pass
-
-
-class Forked:
-    """A second stream, forked before the hits and joined after them; a CUDA graph captures it as a branch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._done: list[torch.cuda.Event] = []
-
-    def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._done = []
-        with torch.cuda.stream(self._stream):
-            for fetch in fetches:
-                fetch()
-                self._done.append(recorded(self._stream))
-
-    def join(self, count: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done[count - 1])
 
 
 class DeviceStore(ExpertRecords):
@@ -99,12 +61,14 @@ class DeviceStore(ExpertRecords):
         assert self.device.type == "cpu" or host.num_pinned == num_experts, (
             "kernels can't read pageable memory"
         )
-        slots_SB = torch.empty((num_slots, self.layout.nbytes), dtype=torch.uint8, device=self.device)
+        self._host, self._top_k, self._overlap = host, top_k, overlap or Serial()
+        early, nbytes = num_early_slots(num_experts, num_slots, self._overlap.prefetches), self.layout.nbytes
+        slots_SB = torch.empty((num_slots + early, nbytes), dtype=torch.uint8, device=self.device)
         self.slab = Slab.of_records(weight_format.name, shape, self.layout, slots_SB)
-        self.plan = DevicePlan(num_experts, num_slots, self.device)
+        self.plan = DevicePlan(num_experts, num_slots, self.device, early, nbytes)
         self.following: DeviceStore | None = None  # the next layer's store, for streaming ahead
         self.num_streamed = 0
-        self._host, self._top_k, self._overlap = host, top_k, overlap or Serial()
+        self._guess: Guess | None = None
         self._first_of_down = min(part.offset for part in self.layout.parts if part.name.startswith("down"))
         self._fetches = (self._fetch_gate_up, self._fetch_down)
         self._transient = transient(self.slab)
@@ -114,10 +78,15 @@ class DeviceStore(ExpertRecords):
     def num_slots(self) -> int:
         return self.slab.num_slots
 
+    def expect(self, guess: Guess) -> None:
+        self._guess = guess
+
     def place(self, routing: Routing) -> Iterable[Placement]:
         ids_TK = routing.ids_TK.contiguous()
-        planned = self._is_planned(*ids_TK.shape)
-        return self._planned(ids_TK) if planned else self._streaming(ids_TK)
+        guess, self._guess = self._guess, None
+        if not self._is_planned(*ids_TK.shape):
+            return self._streaming(ids_TK)
+        return self._planned(ids_TK, guess if self._may_prefetch(len(ids_TK)) else None)
 
     def bytes(self) -> StoreBytes:
         pinned = self._host.pinned_bytes
@@ -128,28 +97,48 @@ class DeviceStore(ExpertRecords):
 
     def counters(self) -> CacheCounters:
         """Waits for the device."""
-        hits, misses, evictions = self.plan.counters.tolist()
+        hits, misses, evictions, *early = self.plan.counters.tolist()
         num_bytes = (misses + self.num_streamed) * self.layout.nbytes
-        return CacheCounters(hits, misses, evictions, num_bytes) + self._in_prompts
+        counters = CacheCounters(hits, misses, evictions, num_bytes) + self._in_prompts
+        if not early:
+            return counters
+        _, copied, useful, _, _, off, saved = early
+        came, used, left_out = (chunks * CHUNK_BYTES for chunks in (copied, useful, saved))
+        return counters + CacheCounters(0, 0, 0, came - left_out, came, used, off)
 
     def view(self) -> CacheView:
         return CacheView(self.plan.uses_E, self.plan.slot_of_E != EMPTY)
 
     def _is_planned(self, num_tokens: int, top_k: int) -> bool:
-        return graph_holds(num_tokens, top_k, self.num_experts, self.num_slots)
+        return graph_holds(num_tokens, top_k, self.num_experts, self.plan.num_slots)
 
-    def _planned(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
+    def _may_prefetch(self, num_tokens: int) -> bool:
+        following = self.following
+        return num_tokens <= MAX_EARLY_TOKENS and following is not None and following.plan.early.num_early > 0
+
+    def _planned(self, ids_TK: torch.Tensor, guess: Guess | None) -> Iterator[Placement]:
         """Always the same launches for so many tokens, and no wait for the device."""
-        for wave in range(self.plan.num_waves(*ids_TK.shape)):
+        num_waves = self.plan.num_waves(*ids_TK.shape)
+        for wave in range(num_waves):
             hit_slots_TK, miss_slots_TK = self.plan.place(ids_TK, first=wave == 0)
             self._overlap.begin(self._fetches)
+            if guess is not None and self.following is not None and wave == num_waves - 1:
+                self._overlap.follow(partial(self.following.plan_early, guess), self.following.fetch_early)
             try:
                 if wave == 0:
                     yield Placement(self.slab, hit_slots_TK)
                 self._overlap.join(1)
                 yield Placement(self.slab, miss_slots_TK, before_down=self._join_all)
             finally:
-                self._join_all()
+                self._overlap.end()
+
+    def plan_early(self, guess: Guess) -> None:
+        """List what to fetch early for this layer."""
+        self.plan.plan_early(guess().contiguous())
+
+    def fetch_early(self) -> None:
+        """Fetch what is listed, until this layer begins."""
+        self.plan.fetch_early(self.records_EB, self.slab.records_SB)
 
     def _join_all(self) -> None:
         self._overlap.join(len(self._fetches))
@@ -162,22 +151,24 @@ class DeviceStore(ExpertRecords):
 
     def _streaming(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """A prompt; waits for its routing."""
-        slot_of_E = self.plan.slot_of_E.tolist()
+        place_of_E = self.plan.place_of_E()
         used = [use.expert for use in used_experts(ids_TK, self.num_experts)]
-        hits = {expert: slot_of_E[expert] for expert in used if slot_of_E[expert] != EMPTY}
+        hits = {expert: place_of_E[expert] for expert in used if place_of_E[expert] != EMPTY}
         misses = [expert for expert in used if expert not in hits]
         self._in_prompts += CacheCounters(hits=len(hits), misses=len(misses))
         if hits:
             yield Placement(self.slab, slots_of_routes(ids_TK, hits, self.num_experts))
-        kept = max(1, min(WARM_TOKENS, self.num_slots // (2 * self._top_k)))
+        kept = max(1, min(WARM_TOKENS, self.plan.num_slots // (2 * self._top_k)))
         self.plan.place(ids_TK[-kept:], first=True, count=False)
         complete = False
         try:
-            for wave in self._transient.serve(self, misses, self._ahead(len(misses), slot_of_E.count(EMPTY))):
-                place_of_E = torch.full((self.num_experts,), EMPTY, dtype=torch.int32)
-                place_of_E[list(wave)] = torch.tensor(list(wave.values()), dtype=torch.int32)
+            for wave in self._transient.serve(
+                self, misses, self._ahead(len(misses), place_of_E.count(EMPTY))
+            ):
+                near_E = torch.full((self.num_experts,), EMPTY, dtype=torch.int32)
+                near_E[list(wave)] = torch.tensor(list(wave.values()), dtype=torch.int32)
                 near = self._transient.slab
-                self.plan.fetch_some(near.records_SB, place_of_E.to(self.device), self.slab.records_SB)
+                self.plan.fetch_some(near.records_SB, near_E.to(self.device), self.slab.records_SB)
                 yield Placement(near, slots_of_routes(ids_TK, wave, self.num_experts))
             complete = True
         finally:

@@ -17,6 +17,7 @@ import torch
 
 from minisgl.moe.base import ExpertShape
 from minisgl.moe.formats import ExpertFormat
+from minisgl.moe.store.base import Guess
 
 CHUNK_WEIGHTS = (
     2**25
@@ -50,6 +51,9 @@ class ExpertRecords:
         self._arrived = {
             leaf: torch.zeros(num_experts, dtype=torch.bool) for part in self.parts for leaf in _leaves(part)
         }
+
+    def expect(self, guess: Guess) -> None:
+        pass  # fetches nothing early
 
     def sink(self, expert: int | None, name: str, tensor: torch.Tensor) -> None:
         """See `ExpertStore.sink`."""
