@@ -157,15 +157,23 @@ def reads_words(problem: Problem) -> bool:
 def _words_heuristic(problem: Problem) -> Choice:
     """Whole rows at a time as far as registers go; as many warps as leave every thread four words of a row."""
     per_word, experts = CODES_PER_WORD[problem.format], next_power_of_two(problem.top_k)
-    wide, narrow = _fit(problem.shape.model_dim, 2048), _fit(problem.shape.hidden_dim, 256)
+    wide, narrow = _covering(problem.shape.model_dim, 2048), _covering(problem.shape.hidden_dim, 256)
     up_warps = min(max(wide // per_word // 128, 1), 2)
     down_warps = min(max(experts * narrow // per_word // 128, 1), 4)
     return Choice(
         "direct",
         1,
         Tiles(4 if per_word == 8 else 2, wide, up_warps, preload=2),
-        Tiles(4, narrow, down_warps, preload=3 if problem.num_tokens == 1 else 1),
+        Tiles(2 if per_word == 2 else 4, narrow, down_warps, preload=3 if problem.num_tokens == 1 else 1),
     )
+
+
+def _covering(size: int, most: int) -> int:
+    """The largest power of two from 128 up to `most` whose multiples exceed size by at most an eighth, else 128."""
+    block = most
+    while block > 128 and -size % block > size // 8:
+        block //= 2
+    return block
 
 
 def _fit(size: int, most: int) -> int:

@@ -26,9 +26,9 @@ H200 = DeviceLimits("NVIDIA H200", (9, 0), 232_448, 132)
 GROUPS = {"int4": 128, "fp8_block": 128}
 
 
-def problem(format_name: str, num_tokens: int = 1, dims: tuple[int, int] = (2048, 768)) -> Problem:
+def problem(format_name: str, model_dim: int = 2048, hidden_dim: int = 768) -> Problem:
     group = GROUPS.get(format_name, 0)
-    return Problem(num_tokens, 8, 16, ExpertShape(*dims), format_name, torch.bfloat16, "silu", group)
+    return Problem(1, 8, 16, ExpertShape(model_dim, hidden_dim), format_name, torch.bfloat16, "silu", group)
 
 
 @pytest.fixture(params=[90, 120], ids=lambda capability: f"sm_{capability}")
@@ -71,6 +71,13 @@ def test_four_words_of_a_row_are_one_threads(format_name, compiled, tmp_path):
             assert lanes is not None and int(lanes[1]) >= 4  # a quad lies in one row
 
 
+@pytest.mark.parametrize("format_name", ["bf16", "int8", "fp8"])
+def test_tails_do_not_spill(format_name, compiled, tmp_path):
+    task = problem(format_name, 2880, 1408)
+    compile_choice(CompileTask(task, direct_heuristic(task, H200)))
+    assert [spilled_bytes(kernel, tmp_path) for kernel in compiled.values()] == [0, 0]
+
+
 def test_int4_is_multiplied_by_tensor_cores_where_a_group_is_a_quads(compiled):
     for group, products in ((128, True), (64, False)):
         task = problem("int4")
@@ -88,6 +95,16 @@ def test_candidates_leave_four_words_for_every_thread(format_name, gemm):
     assert len(found) > 10
     per_word = {"bf16": 2, "int8": 4, "int4": 8}[format_name]
     assert all(experts * tiles.block_k // per_word >= 128 * tiles.num_warps for tiles in found)
+
+
+def test_a_step_may_pass_the_end_of_a_row_by_an_eighth():
+    def widths(model_dim: int, hidden_dim: int) -> tuple[int, int]:
+        choice = direct_heuristic(problem("int8", model_dim, hidden_dim), H200)
+        return choice.gate_up.block_k, choice.down.block_k
+
+    assert widths(2048, 768) == (2048, 256)
+    assert widths(2880, 1408) == (1024, 256)
+    assert widths(1280, 160) == (256, 128)
 
 
 def test_float16_activations_take_other_kernels(compiled):
