@@ -67,6 +67,7 @@ class Observed:
     ended: float = 0.0
 
 
+_TOKENS_A_WORD = 1.5  # at most, of those below, in vocabularies of any use
 _WORDS = [
     "the",
     "of",
@@ -99,15 +100,22 @@ _WORDS = [
 ]
 
 
-def plan(config: BenchConfig) -> list[Planned]:
-    """The requests of a run; the same for the same seed. ValueError for a trace that cannot be read."""
+def plan(config: BenchConfig, max_model_len: int | None = None) -> list[Planned]:
+    """The requests of a run; the same for the same seed. ValueError for a trace that cannot be read.
+
+    max_model_len: context of the model in tokens, if it is known. Lengths that are drawn are cut to it, those of a trace are
+    not: what a trace asks for is what is measured.
+    """
     rng = random.Random(config.seed)
     if config.trace is not None:
         return _plan_from_trace(config, rng)
     at, planned = 0.0, []
     for _ in range(config.num_prompts):
-        prompt = " ".join(rng.choices(_WORDS, k=_length(rng, config.input_len)))
-        planned.append(Planned(at, prompt, _length(rng, config.output_len)))
+        num_words, output_len = _length(rng, config.input_len), _length(rng, config.output_len)
+        if max_model_len is not None:
+            output_len = min(output_len, max_model_len // 2)
+            num_words = min(num_words, int((max_model_len - output_len) / _TOKENS_A_WORD))
+        planned.append(Planned(at, " ".join(rng.choices(_WORDS, k=num_words)), output_len))
         at += rng.expovariate(config.rate) if config.rate > 0 else 0.0
     return planned
 
@@ -257,30 +265,34 @@ async def run_load(config: BenchConfig, progress: Any = None) -> dict[str, Any]:
     """Send everything as planned; returns the summary. progress: called after each request. ValueError if
     none answers.
     """
-    model = config.model or await _first_model(config)
+    card = await _model_card(config)
     gate = asyncio.Semaphore(config.max_concurrency)
     began = time.perf_counter()
 
     async def one(planned: Planned) -> Observed:
         await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
         async with gate:
-            seen = await observe(config, model, planned)
+            seen = await observe(config, card["id"], planned)
         if progress is not None:
             progress()
         return seen
 
-    observed = await asyncio.gather(*map(one, plan(config)))
-    return {"model": model, "rate": config.rate, "max_concurrency": config.max_concurrency} | summarize(
+    observed = await asyncio.gather(*map(one, plan(config, card.get("max_model_len"))))
+    return {"model": card["id"], "rate": config.rate, "max_concurrency": config.max_concurrency} | summarize(
         observed, time.perf_counter() - began
     )
 
 
-async def _first_model(config: BenchConfig) -> str:
+async def _model_card(config: BenchConfig) -> dict[str, Any]:
+    """What the server says of the model asked for, else of its first."""
     try:
         stream = await HttpStream.open(config.url, "/v1/models", api_key=config.api_key)
-        return json.loads(await stream.read())["data"][0]["id"]
+        cards = json.loads(await stream.read())["data"]
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"no server answers at {config.url} ({error}): start one, or give --url") from error
+    if config.model is None:
+        return cards[0]
+    return next((card for card in cards if card["id"] == config.model), {"id": config.model})
 
 
 def report(result: dict[str, Any]) -> str:
