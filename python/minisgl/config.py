@@ -14,6 +14,8 @@ from typing import Any
 from minisgl.eviction import POLICIES, EvictionConfig
 from minisgl.flags import add_flags, flag, flag_names, iter_flags, parse_bytes
 
+STEP_TOKENS = 8192  # --max-prefill-length where nothing speaks against it
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -119,8 +121,17 @@ class SchedulerConfig:
     """What may run together in one step."""
 
     max_running_requests: int = flag(256, "requests that hold KV pages at the same time")
-    max_prefill_length: int = flag(8192, "tokens of one step; longer prompts are computed in chunks")
+    max_prefill_length: int | None = flag(
+        None,
+        f"tokens of one step; longer prompts are computed in chunks. auto: {STEP_TOKENS}, with experts in host memory less "
+        "where memory forbids it",
+    )
     disable_overlap: bool = flag(False, "wait for each step's tokens before planning the next one")
+
+    @property
+    def step_tokens(self) -> int:
+        """--max-prefill-length, and what it means while nobody has decided."""
+        return STEP_TOKENS if self.max_prefill_length is None else self.max_prefill_length
 
 
 @dataclass(frozen=True)
@@ -322,7 +333,7 @@ class EngineConfig:
         for name, value in (
             ("--page-size", cache.page_size),
             ("--max-running-requests", scheduler.max_running_requests),
-            ("--max-prefill-length", scheduler.max_prefill_length),
+            ("--max-prefill-length", scheduler.step_tokens),
         ):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
@@ -374,4 +385,4 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine flags that were given, as keyword arguments of `EngineConfig.from_kwargs` and `LLM`."""
     names = {item.name for _, item in iter_flags(EngineConfig)}
-    return {name: value for name, value in vars(args).items() if name in names}
+    return {name: value for name, value in vars(args).items() if name in names and value is not None}

@@ -69,6 +69,8 @@ def _parser_of(annotation: str) -> Any:
         return lambda text: tuple(part.strip() for part in text.split(",") if part.strip())
     if base.startswith("tuple[int"):
         return _whole_numbers
+    if base == "int" and base != annotation.strip():
+        return lambda text: None if text == "auto" else int(text)  # as if it weren't given
     return {"int": int, "float": float, "str": str}[base]
 
 

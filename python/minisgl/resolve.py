@@ -57,7 +57,12 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
     kernel = _resolve_kernel(config.kernel, model, facts, made)
     kernel = replace(kernel, cuda_graph_max_bs=_graph_batch(config, model.device, facts, made))
     cache = _resolve_cache(config, model, made)
-    return replace(config, model=model, kernel=kernel, cache=cache), made
+    scheduler = config.scheduler
+    if (
+        not config.offload.moe_expert_offload
+    ):  # else the cache of experts and the step share what memory leaves
+        scheduler = replace(scheduler, max_prefill_length=scheduler.step_tokens)
+    return replace(config, model=model, kernel=kernel, cache=cache, scheduler=scheduler), made
 
 
 def _decide(made: list[Decision], flag: str, value: str, reason: str) -> str:

@@ -264,7 +264,7 @@ class Engine:
     def _run_largest_step(self) -> None:
         """One prompt of the largest step on the dummy page: its peak memory is what the KV pool must leave free."""
         torch.cuda.reset_peak_memory_stats(self.device)  # what loading took for a moment does not count
-        num_tokens = min(self.config.scheduler.max_prefill_length, self.max_seq_len)
+        num_tokens = min(self.config.scheduler.step_tokens, self.max_seq_len)
         page_size = self.config.cache.page_size
         caches = self._layer_caches(self._make_pool(2))
         positions_T = torch.arange(num_tokens, device=self.device)

@@ -151,7 +151,7 @@ def setup_of(config: EngineConfig, num_pages: int = 2) -> Setup:
         prefetch=config.offload.moe_prefetch,
         page_size=config.cache.page_size,
         max_running_requests=scheduler.max_running_requests,
-        max_prefill_length=scheduler.max_prefill_length,
+        max_prefill_length=scheduler.step_tokens,
         graph_batch=scheduler.max_running_requests if graph_batch is None else graph_batch,
         fused=kernel.moe_backend == "fused",
         keeps_workspace=not kernel.disable_moe_workspace_cache,

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 
 import torch
 
-from minisgl.config import EngineConfig, OffloadConfig
+from minisgl.config import STEP_TOKENS, EngineConfig, OffloadConfig
 from minisgl.engine.memory import (
     GIB,
     DoesNotFit,
+    Setup,
     expert_cache_bytes,
     num_ring_records,
     num_transient_slots,
@@ -44,6 +45,11 @@ except ModuleNotFoundError as error:  # Triton is not made for every platform, a
 
 logger = logging.getLogger(__name__)
 
+STEPS = (STEP_TOKENS, 4096, 2048, 1024, 512)  # lengths to try for --max-prefill-length
+FLOP_PER_LINK_BYTE = (
+    2000  # 50 TFLOP/s behind PCIe 4 x16, 25 GB/s: the least of the cards that people offload on
+)
+
 
 def size_cache(
     config: EngineConfig, sizes: ModelSizes, device_budget: int | None
@@ -58,6 +64,7 @@ def size_cache(
         raise ValueError(
             "--moe-expert-offload: this model has no experts; leave it out (`minisgl plan` says what fits)"
         )
+    config, decisions = size_step(config, sizes, device_budget)
     asked, everything = config.offload.num_slots, sizes.num_experts
     if asked is not None:
         slots, reason = min(asked, everything), ""
@@ -76,8 +83,8 @@ def size_cache(
             moe_prefetch=False,
         )
         reason = f"all {everything} experts of a layer fit on the device: they stay there, and none is copied"
-        decision = Decision("--moe-expert-offload", "off", reason)
-        return dataclasses.replace(config, offload=unused), [decision]
+        decisions.append(Decision("--moe-expert-offload", "off", reason))
+        return dataclasses.replace(config, offload=unused), decisions
     if slots < 2 * sizes.top_k:
         logger.warning(
             "%d slots a layer are fewer than 2 x top-k (%d): experts will leave before they are used again; give more with "
@@ -86,24 +93,50 @@ def size_cache(
             2 * sizes.top_k,
         )
     offload = dataclasses.replace(config.offload, moe_expert_cache_size=str(slots))
-    decisions = [Decision("--moe-expert-cache-size", str(slots), reason)] if reason else []
+    if reason:
+        decisions.append(Decision("--moe-expert-cache-size", str(slots), reason))
     return dataclasses.replace(config, offload=offload), decisions
 
 
+def size_step(
+    config: EngineConfig, sizes: ModelSizes, device_budget: int | None
+) -> tuple[EngineConfig, list[Decision]]:
+    """The configuration with a number for --max-prefill-length, and why.
+
+    Every chunk of a prompt brings what a layer lacks over the link once, and on any GPU that takes as long as thousands of
+    tokens compute: so the longest step is the best, unless its activations leave experts too few slots, or do not fit.
+    """
+    if config.scheduler.max_prefill_length is not None:
+        return config, []
+
+    def sized(length: int) -> EngineConfig:
+        return dataclasses.replace(
+            config, scheduler=dataclasses.replace(config.scheduler, max_prefill_length=length)
+        )
+
+    if device_budget is None or config.parallel.tensor_parallel_size > 1:  # ranks must cut prompts alike
+        return sized(STEP_TOKENS), []
+    enough = min(config.offload.num_slots or 2 * sizes.top_k, sizes.num_experts)
+    slots = {length: _most_slots(sized(length), sizes, device_budget) for length in STEPS}
+    length = next((n for n in STEPS if slots[n] >= enough), STEPS[-1])
+    missing = sizes.num_experts - min(config.offload.num_slots or slots[length], sizes.num_experts)
+    if not missing:
+        return sized(length), []
+    kernel, dtype = config.kernel, setup_of(config).dtype
+    record = sizes.record_bytes(kernel.moe_expert_quantization, dtype, kernel.moe_quantization_group_size)
+    tokens = missing * record * FLOP_PER_LINK_BYTE / (2 * sizes.top_k * sizes.params_per_expert)
+    reason = f"the {missing} experts that a layer lacks travel for as long as {tokens:,.0f} tokens compute, or more"
+    if length < STEPS[0]:
+        reason += f"; {2 * length} tokens leave {slots[2 * length]} slots a layer"
+    return sized(length), [Decision("--max-prefill-length", str(length), reason)]
+
+
 def _slots_that_fit(config: EngineConfig, sizes: ModelSizes, budget: int) -> int:
-    cache = config.cache
-    tokens = cache.max_total_tokens if cache.max_total_tokens is not None else 2 * cache.page_size
-    setup = setup_of(config, pages_for(tokens, cache.page_size))
-
-    def needed(num_slots: int) -> int:
-        return predict_ledger(sizes, dataclasses.replace(setup, num_slots=num_slots)).on("device")
-
-    slot = expert_cache_bytes(sizes, setup, 1)
-    least = needed(1)
-    most = min(1 + (budget - least) // slot, sizes.num_experts)  # fewer where more slots make more graphs
-    slots = next((n for n in range(most, 0, -1) if needed(n) <= budget), 0)
+    slots = _most_slots(config, sizes, budget)
     if slots < 1:
-        ledger = predict_ledger(sizes, dataclasses.replace(setup, num_slots=1))
+        setup = dataclasses.replace(_setup_of_cache(config), num_slots=1)
+        ledger, slot = predict_ledger(sizes, setup), expert_cache_bytes(sizes, setup, 1)
+        least = ledger.on("device")
         raise DoesNotFit(
             f"not one expert a layer fits: of {budget / GIB:.2f} GiB everything else takes {(least - slot) / GIB:.2f} and a "
             f"slot in every layer {slot / GIB:.2f}. Lower --max-total-tokens, --max-prefill-length or "
@@ -113,6 +146,25 @@ def _slots_that_fit(config: EngineConfig, sizes: ModelSizes, budget: int) -> int
             ledger,
         )
     return slots
+
+
+def _most_slots(config: EngineConfig, sizes: ModelSizes, budget: int) -> int:
+    """Slots a layer that fit into the budget beside everything else, 0 if not one does."""
+    setup = _setup_of_cache(config)
+
+    def needed(num_slots: int) -> int:
+        return predict_ledger(sizes, dataclasses.replace(setup, num_slots=num_slots)).on("device")
+
+    spare = budget - needed(1)  # fewer fit where more slots make more graphs
+    most = min(1 + spare // expert_cache_bytes(sizes, setup, 1), sizes.num_experts)
+    return next((n for n in range(most, 0, -1) if needed(n) <= budget), 0)
+
+
+def _setup_of_cache(config: EngineConfig) -> Setup:
+    """With the KV pages that a cache of experts must leave room for."""
+    cache = config.cache
+    tokens = cache.max_total_tokens if cache.max_total_tokens is not None else 2 * cache.page_size
+    return setup_of(config, pages_for(tokens, cache.page_size))
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

@@ -259,7 +259,7 @@ class Scheduler:
 
     def _claim(self, running: list[RequestState]) -> list[tuple[RequestState, int]] | None:
         """Tokens and pages for running requests, oldest first; None where a lack of pages changed who runs."""
-        shares = share_budget([s.num_uncomputed for s in running], self._config.max_prefill_length)
+        shares = share_budget([s.num_uncomputed for s in running], self._config.step_tokens)
         batch = [(state, share) for state, share in zip(running, shares) if share > 0]
         for state, num_tokens in batch:
             if self._pages.grow(state, state.num_computed + num_tokens):
@@ -274,14 +274,14 @@ class Scheduler:
     def _admit(self, used: int) -> list[tuple[RequestState, int]]:
         """Waiting requests that fit into what is left of the token budget, in order, none overtaken."""
         batch = []
-        while self._waiting and self._free_rows and used < self._config.max_prefill_length:
+        while self._waiting and self._free_rows and used < self._config.step_tokens:
             state = self._waiting[0][1]
             if state.finish_reason is not None:  # aborted while waiting
                 heapq.heappop(self._waiting)
                 continue
             self._pages.attach_prefix(state)
             num_cached = state.num_computed
-            num_tokens = min(state.num_uncomputed, self._config.max_prefill_length - used)
+            num_tokens = min(state.num_uncomputed, self._config.step_tokens - used)
             missing = self._pages.pages_for(state.num_tokens + 1) - len(state.pages)
             fits = may_admit(missing, self._pages.num_available, len(self._running))
             if not fits or not self._pages.grow(state, state.num_computed + num_tokens):

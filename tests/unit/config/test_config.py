@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, add_engine_flags, engine_options
 from minisgl.flags import add_flags, flag_names, iter_flags
 from minisgl.resolve import Facts, resolve
 
@@ -39,6 +39,15 @@ def test_flags_and_keywords_are_the_same_fields() -> None:
     config = EngineConfig.from_kwargs(**namespace)
     assert (config.model.model, config.cache.page_size, config.cache.memory_ratio) == ("m", 4, 0.5)
     assert config.model.dummy_weight
+
+
+def test_auto_is_as_if_a_number_were_not_given() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    line = ["--max-prefill-length", "auto", "--num-pages", "40", "--max-running-requests", "4"]
+    assert engine_options(parser.parse_args(line)) == {"num_pages": 40, "max_running_requests": 4}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--max-running-requests", "auto"])
 
 
 def test_resolve_returns_a_new_tree_and_reasons() -> None:

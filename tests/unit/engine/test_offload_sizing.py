@@ -60,7 +60,7 @@ def test_explicit_slots_leave_the_kv_cache_to_memory() -> None:
     config = request(moe_expert_cache_size=16)
     assert config.cache.max_total_tokens is None
     sized, decisions = size_cache(config, SIZES, 12 * GIB)
-    assert (sized.offload.num_slots, decisions) == (16, [])
+    assert (sized.offload.num_slots, [d.flag for d in decisions]) == (16, ["--max-prefill-length"])
 
 
 @pytest.mark.parametrize("options", [{"moe_expert_cache_size": 128}, {"moe_expert_cache_size": 500}, {}])
@@ -159,6 +159,41 @@ def test_layers_that_stopped_prefetching_are_told_once(caplog: pytest.LogCapture
         for counted in ({0: on, 1: off}, {0: on, 1: off}, {0: off, 1: off}):
             shared.tell(counted)
     assert ["[1]" in caplog.messages[0], "[0]" in caplog.messages[1], len(caplog.messages)] == [True, True, 2]
+
+
+def test_steps_are_as_long_as_memory_allows() -> None:
+    """Every chunk of a prompt brings all experts: the longest is the best that leaves a layer 2 x top-k slots."""
+    sized, decisions = size_cache(request(max_running_requests=8), SIZES, 12 * GIB)
+    assert sized.scheduler.max_prefill_length == 8192
+    (step,) = (d for d in decisions if d.flag == "--max-prefill-length")
+    missing = 128 - int(sized.offload.moe_expert_cache_size)
+    tokens = missing * SIZES.record_bytes("int4", torch.bfloat16) * 2000 / (2 * 8 * 4_718_592)
+    assert (
+        f"the {missing} experts that a layer lacks travel for as long as {tokens:,.0f} tokens" in step.reason
+    )
+    small, decisions = size_cache(request(max_running_requests=8, max_total_tokens=8192), SIZES, 6 * GIB)
+    length = small.scheduler.max_prefill_length
+    assert length is not None and length < 8192
+    assert int(small.offload.moe_expert_cache_size) >= 16
+    longer = request(max_running_requests=8, max_total_tokens=8192, max_prefill_length=2 * length)
+    slots = int(size_cache(longer, SIZES, 6 * GIB)[0].offload.moe_expert_cache_size)
+    assert slots < 16
+    (step,) = (d for d in decisions if d.flag == "--max-prefill-length")
+    assert step.reason.endswith(f"{2 * length} tokens leave {slots} slots a layer")
+
+
+def test_given_steps_and_steps_without_offload_are_kept() -> None:
+    asked, decisions = size_cache(request(max_prefill_length=700), SIZES, 12 * GIB)
+    assert asked.scheduler.max_prefill_length == 700
+    assert not [d for d in decisions if d.flag == "--max-prefill-length"]
+    resident = resolve(EngineConfig.from_kwargs(model="m"), GPU)[0]
+    assert resident.scheduler.max_prefill_length == 8192
+    given_slots = size_cache(request(moe_expert_cache_size=40), SIZES, 12 * GIB)[0]
+    assert given_slots.scheduler.step_tokens == 8192
+    no_room = size_cache(request(moe_expert_cache_size=40, max_running_requests=8), SIZES, 7 * GIB)[0]
+    assert no_room.scheduler.max_prefill_length == 512, "the engine's own check then says what is missing"
+    on_cpu = size_cache(request(device="cpu", moe_expert_cache_size=16), SIZES, None)[0]
+    assert on_cpu.scheduler.max_prefill_length == 8192
 
 
 def test_report() -> None:
