@@ -13,7 +13,7 @@ from rich.table import Table
 
 from minisgl.config import add_engine_flags, engine_options
 from minisgl.core import RequestOutput, SamplingParams
-from minisgl.engine.offload import cache_report
+from minisgl.engine.offload import cache_report, cache_table
 from minisgl.llm import LLM
 from minisgl.moe.store import CacheCounters
 from minisgl.planner import apply_auto
@@ -59,6 +59,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if cache := llm.expert_cache():
         total = sum(cache.values(), CacheCounters())
         notes.print(f"[dim]{cache_report(total, llm.config.offload.num_slots)}[/]", highlight=False)
+        notes.print(cache_table(cache), style="dim", highlight=False)
     llm.close()
     return 0
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 
 import torch
+from rich.table import Table
 
 from minisgl.config import STEP_TOKENS, EngineConfig, OffloadConfig
 from minisgl.engine.memory import (
@@ -329,3 +330,19 @@ def cache_report(counters: CacheCounters, num_slots: int | None) -> str:
         f"expert cache: {counters.hit_rate:.1%} of {needed:,} experts were in one of {num_slots} slots a layer, "
         f"{counters.num_bytes / 1e6:,.1f} MB copied{early}"
     )
+
+
+def cache_table(counted: Mapping[int, CacheCounters]) -> Table:
+    """The same by layer."""
+    prefetched = any(counters.early_bytes or counters.early_off for counters in counted.values())
+    table = Table(title="Expert cache by layer", title_justify="left", box=None, padding=(0, 1))
+    columns = ["layer", "hits", "misses", "hit rate", "evictions", "MB"]
+    for name in columns + ["MB early", "of use", ""] * prefetched:
+        table.add_column(name, justify="right")
+    for index, c in counted.items():
+        row = [str(index), f"{c.hits:,}", f"{c.misses:,}", f"{c.hit_rate:.1%}", f"{c.evictions:,}"]
+        row.append(f"{c.num_bytes / 1e6:,.1f}")
+        if prefetched:
+            row += [f"{c.early_bytes / 1e6:,.1f}", f"{c.useful_bytes / 1e6:,.1f}", "stopped" * c.early_off]
+        table.add_row(*row)
+    return table

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 from minisgl.config import EngineConfig, OffloadConfig
+from minisgl.engine import offload as offload_module
 from minisgl.engine.memory import GIB, DoesNotFit, num_transient_slots, predict_ledger, setup_of
-from minisgl.engine.offload import ExpertOffload, cache_report, choose_mode, pages_for, size_cache
+from minisgl.engine.offload import (
+    ExpertOffload,
+    cache_report,
+    cache_table,
+    choose_mode,
+    pages_for,
+    size_cache,
+)
 from minisgl.models.sizes import ModelSizes, model_sizes
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.store import CacheCounters
@@ -151,6 +161,42 @@ def test_early_slots_are_counted_before_the_cache_is_sized() -> None:
     assert ledger.line("experts") == more.offload.num_slots * record * 48
     staged = request(moe_offload_mode="staged", moe_expert_cache_size=8)
     assert predict_ledger(SIZES, setup_of(staged)).line("experts") == 8 * record * 48
+
+
+def test_table_by_layer() -> None:
+    def text(counted: dict[int, CacheCounters]) -> list[str]:
+        console = Console(file=StringIO(), width=120)
+        console.print(cache_table(counted))
+        assert isinstance(console.file, StringIO)
+        return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+    plain = CacheCounters(300, 100, 60, 2_000_000)
+    assert text({1: plain, 3: plain})[1:] == [
+        "layer hits misses hit rate evictions MB",
+        "1 300 100 75.0% 60 2.0",
+        "3 300 100 75.0% 60 2.0",
+    ]
+    early = CacheCounters(300, 100, 60, 2_000_000, 500_000, 400_000, 1)
+    assert text({1: plain, 3: early})[-1] == "3 300 100 75.0% 60 2.0 0.5 0.4 stopped"
+
+
+def test_memory_that_ends_while_pinning_is_survived_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_module, "CopyChannel", lambda *_: None)
+    pinning = CountingPinning(limit=2 * 8 * 4096)
+    config = OffloadConfig(moe_expert_offload=True, moe_expert_cache_size="4", moe_prefetch=True)
+    shared = ExpertOffload(config, TINY, 4096, torch.device("cuda"), ROOMY, pinning)
+    assert (shared.mode, shared.prefetches) == ("staged", False)
+    told = {decision.flag: decision for decision in shared.decisions}
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in told["--moe-offload-mode"].reason
+    assert told["--moe-expert-offload"].value == "67% pinned"
+    assert told["--moe-prefetch"].value == "off"
+    shared._memory.close()
+    assert pinning.pinned == {}
+    with pytest.raises(ValueError, match=r"CUDA_ERROR_OUT_OF_MEMORY.*; use auto or staged"):
+        ExpertOffload(
+            dataclasses.replace(config, moe_offload_mode="device"), TINY, 4096, torch.device("cuda"), ROOMY,
+            CountingPinning(limit=2 * 8 * 4096),
+        )  # fmt: skip
 
 
 def test_layers_that_stopped_prefetching_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
