@@ -84,6 +84,8 @@ class ExpertWatch:
             "expert_misses": total.misses,
             "expert_evictions": total.evictions,
             "link_bytes": total.num_bytes,
+            "early_bytes": total.early_bytes,
+            "useful_bytes": total.useful_bytes,
         }
 
 

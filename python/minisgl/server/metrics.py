@@ -50,6 +50,8 @@ _ENGINE_COUNTERS = {
     "expert_misses": ("minisgl:expert_cache_misses", "Routed experts that had to be fetched"),
     "expert_evictions": ("minisgl:expert_cache_evictions", "Experts that left GPU memory for another"),
     "link_bytes": ("minisgl:link_bytes", "Bytes of experts copied from host to GPU"),
+    "early_bytes": ("minisgl:prefetched_bytes", "Bytes of those that were copied on a guess"),
+    "useful_bytes": ("minisgl:prefetched_useful_bytes", "Bytes of those that were then needed"),
 }
 _ENGINE_GAUGES = {
     "num_running": ("vllm:num_requests_running", "Requests in the running batch"),

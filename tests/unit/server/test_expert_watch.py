@@ -49,13 +49,15 @@ def test_without_caches_and_trace_there_is_nothing_to_show() -> None:
 
 
 def test_numbers_are_sums_over_layers() -> None:
-    layers = {0: CacheCounters(1, 2, 3, 4), 5: CacheCounters(10, 20, 30, 40)}
+    layers = {0: CacheCounters(1, 2, 3, 4, 5, 6), 5: CacheCounters(10, 20, 30, 40, 50, 60)}
     watch = ExpertWatch([], [0], 1, None, lambda: layers)
     assert watch.numbers() == {
         "expert_hits": 11,
         "expert_misses": 22,
         "expert_evictions": 33,
         "link_bytes": 44,
+        "early_bytes": 55,
+        "useful_bytes": 66,
     }
 
 
