@@ -94,7 +94,7 @@ class DecodeGraphs:
         return self._logits_SV[:batch_size], rows_B
 
     def _capture(self, size: int, pool: Any) -> _Captured:
-        device, inputs = self._inputs.device, self._inputs
+        inputs = self._inputs
         inputs.clear(size)
         batch = inputs.batch(size)
         plans = self._decoder.plan(batch)
@@ -113,13 +113,9 @@ class DecodeGraphs:
             )
             return self._decoder(step_input, self._caches)
 
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(
-            stream
-        ):  # compile and allocate whatever the first call needs, outside of the capture
-            step()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        # Compile and allocate whatever the first call needs, outside of the capture. On the stream of all other steps: another
+        # one would keep temporaries and a workspace of cuBLAS of its own, for every size.
+        step()
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
             step()

@@ -29,6 +29,7 @@ from minisgl.moe.store.planning import graph_holds
 from minisgl.moe.workspace import ALIGNMENT, buffer_specs, next_power_of_two
 
 GIB = 2**30
+CUBLAS_WORKSPACE = 32 << 20  # PyTorch's for each stream on Hopper; smaller elsewhere
 CONTEXT_BYTES = (
     GIB // 2
 )  # CUDA context and libraries of a process, where they can't be told from what others hold
@@ -255,7 +256,7 @@ def captured_batches(sizes: ModelSizes, setup: Setup) -> list[int]:
 
 def graph_bytes(sizes: ModelSizes, setup: Setup) -> int:
     """Bytes that captured decode graphs keep, all of which they share: float32 logits and page table rows of the largest batch,
-    and its temporaries. What the driver keeps a graph is not counted.
+    its temporaries, and cuBLAS's scratch space for the stream that captures. What the driver keeps a graph is not counted.
     """
     captured = captured_batches(sizes, setup)
     if not captured:
@@ -264,7 +265,7 @@ def graph_bytes(sizes: ModelSizes, setup: Setup) -> int:
     pages = -(-setup.max_seq_len // setup.page_size)
     item, q_dim = setup.dtype.itemsize, sizes.num_heads * sizes.head_dim
     temporaries = largest * (sizes.vocab_size * item + 8 * item * sizes.model_dim + (8 + 2 * item) * q_dim)
-    return largest * (4 * sizes.vocab_size + 4 * pages) + temporaries
+    return largest * (4 * sizes.vocab_size + 4 * pages) + temporaries + CUBLAS_WORKSPACE
 
 
 def _rounded(num_bytes: int) -> int:
