@@ -24,7 +24,8 @@ if not torch.cuda.is_available():
 
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.kernels.device_plan import DevicePlan
-from minisgl.moe.store.device_cache import DeviceStore, Forked, Serial
+from minisgl.moe.store.device_cache import DeviceStore
+from minisgl.moe.store.overlap import Forked, Serial
 from minisgl.moe.store.streaming import TransientSlots
 
 E, K, D, F = 32, 4, 256, 128
@@ -199,7 +200,7 @@ def test_fetch_speed_and_bits(memory: HostMemory) -> None:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.mark.parametrize("mode", ["device", "staged"])
+@pytest.mark.parametrize("mode", ["device", "prefetch", "staged"])
 @pytest.mark.parametrize("num_slots", [2, 5])
 def test_text_equals_resident(tmp_path: Path, mode: str, num_slots: int) -> None:
     make_model(tmp_path, "qwen3_moe")
@@ -213,11 +214,14 @@ def test_text_equals_resident(tmp_path: Path, mode: str, num_slots: int) -> None
         str(tmp_path),
         **options,
         moe_expert_offload=True,
-        moe_offload_mode=mode,
+        moe_offload_mode="device" if mode == "prefetch" else mode,
         moe_expert_cache_size=num_slots,
+        moe_prefetch=mode == "prefetch",
     )
     assert [[o.token_ids for o in cached.generate(batch, GREEDY)] for batch in batches] == expected
-    assert all(c.hits + c.misses for c in cached.expert_cache().values())
+    counted = cached.expert_cache().values()
+    assert all(c.hits + c.misses for c in counted)
+    assert (sum(c.early_bytes for c in counted) > 0) == (mode == "prefetch")
     offload = cached.engine._offload
     assert offload is not None
     assert offload._memory.pinned_bytes > 0
