@@ -19,7 +19,6 @@ from minisgl.server.service import Job, Service, new_id
 from minisgl.text import Tokenizer
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint only
 LOWEST = -9999.0  # what stands for a log-probability of minus infinity, which JSON does not know
 
 
@@ -78,7 +77,7 @@ async def prepare_completion(service: Service, body: CompletionRequest, request_
     params = []
     for prompt_ids in ids:
         room = facts.max_model_len - len(prompt_ids)
-        asked = body.max_tokens if body.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
+        asked = room if body.max_tokens is None else body.max_tokens
         limit = max_new_tokens(asked, len(prompt_ids), facts.max_model_len, least=0 if body.echo else 1)
         of_prompt = body.logprobs if body.echo else None
         params.append(sampling_params(body, facts.vocab_size, limit, body.logprobs, grammar, of_prompt))
