@@ -31,7 +31,9 @@ def direct_gate_up(
     if uses_words(problem, tiles, x_TD.device):
         words_gate_up(x_TD, placement, problem, tiles, first_wave, buffers)
         return
-    assert tiles.wide or problem.format not in PACKED_FORMATS, "4-bit codes are read as words, or on the tensor cores"
+    assert tiles.wide or problem.format not in PACKED_FORMATS, (
+        "4-bit codes are read as words, or on the tensor cores"
+    )
     slab, shape = placement.slab, problem.shape
     args = weight_args(slab, "gate_up", tiles, words=tiles.wide)
     num_routes = placement.slots_TK.numel()
