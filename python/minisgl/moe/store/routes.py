@@ -18,14 +18,22 @@ class Use:
 
 
 def used_experts(ids_TK: torch.Tensor, num_experts: int) -> list[Use]:
-    """Each expert of a routing once, in the order of the last token that uses it, then of experts. Waits for the device."""
-    ids_TK = ids_TK.cpu()
-    tokens_R, choices_R = (ids_TK >= 0).nonzero(as_tuple=True)
-    used_R = ids_TK[tokens_R, choices_R].long()
-    times_E = used_R.bincount(minlength=num_experts).tolist()
-    last_E = torch.full((num_experts,), -1).scatter_reduce(0, used_R, tokens_R, "amax").tolist()
-    order = sorted((last, expert) for expert, last in enumerate(last_E) if last >= 0)
-    return [Use(expert, last, times_E[expert]) for last, expert in order]
+    """Each expert of a routing once, in the order of the last token that uses it, then of experts. Waits for the device.
+
+    Counted where the ids are. On the host the 65,536 ids of a long prompt would be shared out among threads, which on a busy
+    machine may wait for each other longer than a layer takes.
+    """
+    num_tokens, top_k = ids_TK.shape
+    ids_R = ids_TK.reshape(-1).long()
+    bins_R = torch.where(ids_R < 0, num_experts, ids_R)  # the last bin takes the -1
+    tokens_R = torch.arange(num_tokens * top_k, device=ids_TK.device) // top_k
+    times_E1 = torch.zeros(num_experts + 1, dtype=torch.long, device=ids_TK.device)
+    last_E1 = torch.full_like(times_E1, -1)
+    times_E1.scatter_add_(0, bins_R, torch.ones_like(bins_R))
+    last_E1.scatter_reduce_(0, bins_R, tokens_R, "amax")
+    times, last = torch.stack((times_E1, last_E1))[:, :num_experts].tolist()
+    order = sorted((token, expert) for expert, token in enumerate(last) if token >= 0)
+    return [Use(expert, token, times[expert]) for token, expert in order]
 
 
 def slots_of_routes(ids_TK: torch.Tensor, slot_of: Mapping[int, int], num_experts: int) -> torch.Tensor:
