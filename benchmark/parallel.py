@@ -27,7 +27,8 @@ import torch.multiprocessing as mp
 
 from minisgl.layers.moe import MoELayer, Router
 from minisgl.moe.base import ExpertShape, RoutingRule
-from minisgl.moe.exchange import Dispatched, Exchange, Local, make_exchange
+from minisgl.moe.exchange import DISPATCHES, Dispatched, Exchange, Local, make_exchange
+from minisgl.moe.exchange.choice import Entry, write_record
 from minisgl.moe.formats import get_format
 from minisgl.moe.registry import make_backend
 from minisgl.moe.store import ResidentStore
@@ -250,6 +251,7 @@ def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse
     dist.init_process_group(backend_for(device), init_method=url, rank=rank, world_size=place.size)
     group = TorchGroup(dist.group.WORLD, device)
     made, layers, done = "", None, 0
+    found: Entry = {}
     for case in cases:
         if not group.smallest(time.monotonic() < args.deadline):
             break
@@ -258,12 +260,16 @@ def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse
             made, layers = case.format, Layers(case.shape, case.format, device)
         record = run_case(case, layers, group)
         done += 1
+        if case.mode in DISPATCHES and case.format == cases[0].format:
+            found.setdefault(case.mode, {})[str(case.tokens_per_rank)] = float(str(record["us"]))
         if rank == 0:
             print(" | ".join(f"{name} {value}" for name, value in record.items()), flush=True)
             if not args.dry:
                 append_record("parallel", record)
     if rank == 0 and done < len(cases):
         print(f"--time-limit {args.time_limit:g}: {len(cases) - done} of {len(cases)} cases were left out")
+    if rank == 0 and args.write_record and device.type == "cuda":
+        write_record(torch.cuda.get_device_name(device), place.size, found)
     dist.destroy_process_group()
 
 
@@ -280,6 +286,11 @@ def main() -> None:
     parser.add_argument("--kind", default="contiguous", choices=("contiguous", "round-robin"))
     parser.add_argument(
         "--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun"
+    )
+    parser.add_argument(
+        "--write-record",
+        action="store_true",
+        help="let --moe-ep-dispatch auto go by the first format's times",
     )
     parser.add_argument("--dry", action="store_true", help="write no record")
     args = parser.parse_args()

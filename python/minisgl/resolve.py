@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from minisgl.config import CacheConfig, EngineConfig, KernelConfig, ModelConfig
+from minisgl.config import CacheConfig, EngineConfig, KernelConfig, ModelConfig, ParallelConfig
 
 OFFLOAD_KV_TOKENS = (
     32_768  # KV tokens that a cache of experts sized by what memory leaves must leave room for
@@ -30,7 +30,7 @@ class Facts:
     are, as values of --moe-expert-quantization and --moe-quantization-group-size; "none" for plain weights. dense_group:
     columns that share a scale in a checkpoint whose attention is fp8 in blocks, else 0. has_fp8: whether the CUDA device
     computes in fp8. attention: backend for 16 bits on this GPU, and why. device_bytes: memory of the CUDA device, 0 if
-    unknown. vocab_size: tokens that a step scores.
+    unknown. vocab_size: tokens that a step scores. dispatch: between ranks that share experts, and why.
     """
 
     has_cuda: bool
@@ -44,6 +44,7 @@ class Facts:
     attention: tuple[str, str] = ("triton", "the fastest on cuda without extras")
     device_bytes: int = 0
     vocab_size: int = 0
+    dispatch: tuple[str, str] = ("reduce", "no record of this GPU says that another is faster")
 
 
 def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
@@ -55,6 +56,8 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
     made: list[Decision] = []
     model = _resolve_model(config.model, facts, made)
     kernel = _resolve_kernel(config.kernel, model, facts, made)
+    parallel = _resolve_parallel(config.parallel, facts, made)
+    config = replace(config, parallel=parallel)
     kernel = replace(kernel, cuda_graph_max_bs=_graph_batch(config, model.device, facts, made))
     cache = _resolve_cache(config, model, made)
     scheduler = config.scheduler
@@ -152,6 +155,13 @@ def _resolve_kernel(
         moe_expert_quantization=experts,
         moe_quantization_group_size=group_size,
     )
+
+
+def _resolve_parallel(parallel: ParallelConfig, facts: Facts, made: list[Decision]) -> ParallelConfig:
+    """How tokens get to the experts of other ranks."""
+    if parallel.expert_parallel_size == 1 or parallel.moe_ep_dispatch != "auto":
+        return parallel
+    return replace(parallel, moe_ep_dispatch=_decide(made, "--moe-ep-dispatch", *facts.dispatch))
 
 
 def _graph_batch(config: EngineConfig, device: str, facts: Facts, made: list[Decision]) -> int | None:

@@ -85,7 +85,8 @@ class Engine:
         self, requested: EngineConfig, folder: Path, record_routing: bool = False, ranks: Ranks | None = None
     ) -> None:
         self.spec = ModelSpec.from_folder(folder)
-        config, self.decisions = resolve(requested, gather_facts(self.spec, folder))
+        facts = gather_facts(self.spec, folder, requested.parallel.tensor_parallel_size)
+        config, self.decisions = resolve(requested, facts)
         check_can_share(self.spec, config.parallel)
         self._storage = DenseStorage.choose(config.model, self.spec)
         self.ranks = ranks or start_ranks(Setup(config, str(folder)))

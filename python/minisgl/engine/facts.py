@@ -13,11 +13,12 @@ from minisgl.models.checkpoints import stored_experts
 from minisgl.models.dense import stored_group
 from minisgl.models.experts import expert_shape
 from minisgl.models.spec import ModelSpec
+from minisgl.moe.exchange.choice import fastest as fastest_dispatch
 from minisgl.resolve import Facts
 
 
-def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
-    """What this machine and this model are, for `resolve.resolve`."""
+def gather_facts(spec: ModelSpec, folder: Path, num_ranks: int = 1) -> Facts:
+    """What this machine and this model are, for `resolve.resolve`. num_ranks: that will share the model."""
     has_cuda = torch.cuda.is_available()
     experts = stored_experts(folder, expert_shape(spec)) if spec.moe is not None else None
     facts = Facts(
@@ -36,5 +37,6 @@ def gather_facts(spec: ModelSpec, folder: Path) -> Facts:
         facts,
         device_bytes=torch.cuda.get_device_properties(0).total_memory,
         vocab_size=spec.vocab_size,
+        dispatch=fastest_dispatch(torch.cuda.get_device_name(), num_ranks),
         attention=fastest(torch.cuda.get_device_name(), spec.head_dim, spec.sinks),
     )
