@@ -31,8 +31,9 @@ def test_collectives_exchanges_and_steps(size: int) -> None:
     assert run_ranks("all", size) == [0] * size
 
 
-def test_a_rank_that_hangs_in_python_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks("hang", 2) == [0, 1]
+@pytest.mark.parametrize("case", ["hang", "hang in service"])
+def test_a_rank_that_hangs_in_python_is_named(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(case, 2) == [0, 1]
     output = capfd.readouterr()
     assert "noticed" in output.out, "by rank 0, which raised an error"
     assert "rank 1 ends: rank 1 hangs" in output.err, "by rank 1 itself, which was told"

@@ -303,7 +303,7 @@ class Engine:
         ]  # all replay, or none: padding changes what they send
         if not sizes:
             return None
-        return DecodeGraphs(self.decoder, self._caches, self._table, sizes, self.max_seq_len)
+        return DecodeGraphs(self.decoder, self._caches, self._table, sizes, self.max_seq_len, self.group)
 
     # --- one step ------------------------------------------------------------------------------------------------
 

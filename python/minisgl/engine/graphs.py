@@ -22,6 +22,7 @@ from minisgl.attention.base import LayerCache
 from minisgl.engine.inputs import DecodeInputs, PageTable, StepArrays
 from minisgl.layers.moe import MoELayer
 from minisgl.models.decoder import Decoder, DecoderInput
+from minisgl.parallel import Group
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -57,6 +58,7 @@ class _Captured:
 
     graph: torch.cuda.CUDAGraph
     step: Callable[[], torch.Tensor]
+    num_collectives: int
 
 
 class DecodeGraphs:
@@ -69,8 +71,9 @@ class DecodeGraphs:
         table: PageTable,
         sizes: Sequence[int],
         max_seq_len: int,
+        group: Group,
     ) -> None:
-        self._decoder, self._caches = decoder, caches
+        self._decoder, self._caches, self._group = decoder, caches, group
         self.sizes = sorted(sizes)
         start, free = time.perf_counter(), torch.cuda.mem_get_info(table.device)[0]
         largest = self.sizes[-1]
@@ -90,7 +93,9 @@ class DecodeGraphs:
             return None
         size = next(s for s in self.sizes if s >= batch_size)
         rows_B = self._inputs.send(arrays, size)
-        self._captured[size].graph.replay()
+        captured = self._captured[size]
+        captured.graph.replay()
+        self._group.num_collectives += captured.num_collectives  # a replay joins them as the capture did
         return self._logits_SV[:batch_size], rows_B
 
     def _capture(self, size: int, pool: Any) -> _Captured:
@@ -116,7 +121,7 @@ class DecodeGraphs:
         # Compile and allocate whatever the first call needs, outside of the capture. On the stream of all other steps: another
         # one would keep temporaries and a workspace of cuBLAS of its own, for every size.
         step()
-        graph = torch.cuda.CUDAGraph()
+        graph, before = torch.cuda.CUDAGraph(), self._group.num_collectives
         with torch.inference_mode(), torch.cuda.graph(graph, pool=pool):
             step()
-        return _Captured(graph, step)
+        return _Captured(graph, step, self._group.num_collectives - before)

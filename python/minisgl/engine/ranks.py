@@ -136,6 +136,7 @@ class ConnectedRanks(Ranks):
 
     def wait_ready(self) -> None:
         self._meet("ready", _FOREVER)
+        self.watch.serve()
 
     def _meet(self, where: str, timeout: timedelta) -> None:
         """Return when all ranks have called this. Polls, so that the death of one ends the waiting."""

@@ -2,13 +2,16 @@
 
 Beats live in the torch.distributed store that the ranks met at. The thread has a connection of its own, since a store is
 busy while somebody waits at it. What is noticed: a rank that says why it failed (at once), a process that is gone or stopped
-(no beat for `SILENCE_S`), a store that does not answer (rank 0, or torchrun's agent, is gone). A rank whose thread still beats
-while its main thread hangs is noticed by the timeout of a collective; beats say how many collectives a rank has joined, so
-the one that lags can be named.
+(no beat for `SILENCE_S`), a store that does not answer (rank 0, or torchrun's agent, is gone), and once all ranks serve, a rank
+whose thread still beats while its main thread hangs: beats say how many collectives a rank has joined, and one that is behind
+and has joined none for `HANG_S` hangs, unless it compiles or tunes kernels, which takes as long as it takes. The timeout of
+a collective comes after all that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +20,13 @@ from typing import Any
 
 BEAT_S = 0.5
 SILENCE_S = 6.0
+HANG_S = 7.5
+_SLOW = (
+    "triton/compiler",
+    "triton/backends",
+    "moe/autotune",
+    "torch/_inductor",
+)  # in the path of what may take longer
 
 
 class Watch:
@@ -37,12 +47,22 @@ class Watch:
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._progress, self._find_problem, self._on_failure = progress, find_problem, on_failure
-        self._stopped = threading.Event()
+        self._stopped, self._serving = threading.Event(), False
+        self._main = threading.get_ident()
+        self._joined = [
+            (0, time.monotonic())
+        ] * size  # collectives of each rank, and since when it is at that
         self._watcher = store.clone()
         self._watcher.set_timeout(timedelta(seconds=SILENCE_S))
-        self._watcher.set(f"beat/{rank}", "0 0")  # here, so that whoever has joined has beaten at least once
+        self._watcher.set(
+            f"beat/{rank}", "0 0 0"
+        )  # here, so that whoever has joined has beaten at least once
         self._thread = threading.Thread(target=self._run, name="minisgl-watch", daemon=True)
         self._thread.start()
+
+    def serve(self) -> None:
+        """Every rank has loaded: from now on one that is behind the others hangs."""
+        self._serving = True
 
     def stop(self) -> None:
         """No failure is reported after this returns."""
@@ -58,7 +78,9 @@ class Watch:
         """The rank that has joined fewer collectives than this one: the one that a timeout is waiting for. None if all did."""
         joined = {}
         for rank in range(self._size):
-            beat = self._store.get(f"beat/{rank}").decode() if self._store.check([f"beat/{rank}"]) else "0 0"
+            beat = (
+                self._store.get(f"beat/{rank}").decode() if self._store.check([f"beat/{rank}"]) else "0 0 0"
+            )
             joined[rank] = int(beat.split()[1])
         slowest = min(joined, key=lambda rank: joined[rank])
         return slowest if joined[slowest] < self._progress() else None
@@ -68,12 +90,14 @@ class Watch:
         while not self._stopped.wait(BEAT_S):
             beats += 1
             try:
-                self._watcher.set(f"beat/{self._rank}", f"{beats} {self._progress()}")
+                self._watcher.set(f"beat/{self._rank}", f"{beats} {self._progress()} {int(self._is_slow())}")
                 problem = self._find_problem() or self._look(seen, since)
             except Exception as error:
                 problem = f"the store of rank 0 does not answer any more ({str(error).splitlines()[0]})"
             if problem is not None and not self._stopped.is_set():
                 self._stopped.set()
+                with contextlib.suppress(Exception):  # the others end, and what waits for them here wakes up
+                    self._watcher.compare_set("failure", "", problem)
                 self._on_failure(problem)
 
     def _look(self, seen: list[bytes], since: list[float]) -> str | None:
@@ -89,4 +113,23 @@ class Watch:
                 seen[rank], since[rank] = beat, now
             elif now - since[rank] > SILENCE_S and rank != self._rank:
                 return f"rank {rank} has not answered for {SILENCE_S:.0f} s: its process is gone or stopped"
+            if self._hangs(rank, beat, now):
+                return f"rank {rank} hangs: it has not joined a collective of the others for {HANG_S:.0f} s"
         return None
+
+    def _hangs(self, rank: int, beat: bytes, now: float) -> bool:
+        _, joined, is_slow = map(int, beat.split() or (0, 0, 0))
+        known, since = self._joined[rank]
+        if joined != known or is_slow or joined >= self._progress() or not self._serving:
+            self._joined[rank] = (joined, now)
+            return False
+        return now - since > HANG_S
+
+    def _is_slow(self) -> bool:
+        """Whether this rank's main thread does what may take it longer than the others."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            if any(part in frame.f_code.co_filename for part in _SLOW):
+                return True
+            frame = frame.f_back
+        return False
