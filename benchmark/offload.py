@@ -38,6 +38,7 @@ from minisgl.moe.store.device_cache import DeviceStore, Serial
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import SlotTable, place_step
 from minisgl.moe.store.records import ExpertRecords
+from offload_report import plot, show_decode, show_prompt
 from record import append_record, event_ms
 from routing.forced import ForcedBackend, ForcedRouting, one_layer_of_random_weights
 from routing.synthetic import make_routing
@@ -324,48 +325,6 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         del bench
         gc.collect()
     return rows
-
-
-def show_prompt(row: dict[str, Any], console: Console) -> None:
-    rate = row["bytes"] / row["s"] / 1e9
-    line = f"prompt of {row['tokens']}: {row['s']:.3f} s, {row['bytes'] / 1e9:.2f} GB, {rate:.1f} GB/s, "
-    if row["link_bytes_per_s"] and row["resident_s"]:
-        on_link = row["bytes"] / row["link_bytes_per_s"]
-        line += f"link alone {on_link:.3f} s, resident {row['resident_s']:.3f} s, "
-    console.print(line + f"{row['kept']:.0%} of the cached experts kept", highlight=False)
-
-
-HEAD = "format    slots  overlap      routing batch  ms/step   hits   GB/s    bound  x"
-
-
-def show_decode(row: dict[str, Any], console: Console, header: bool) -> None:
-    bound = row.get("bound_ms")
-    if header:
-        console.print(HEAD, style="bold", highlight=False)
-    line = f"{row['format']:9} {row['slots']:5} {row['overlap']:>8} {row['routing']:>12} {row['batch']:5} {row['ms']:8.2f} "
-    line += f"{row['hit_rate']:6.1%} {row['bytes'] / row['ms'] / 1e6:6.1f} "
-    console.print(line + (f"{bound:8.2f} {row['ms'] / bound:.2f}" if bound else ""), highlight=False)
-    if not np.isclose(row["bytes"], row["expected_bytes"], rtol=0.05):
-        console.print(
-            f"[red]fetched {row['bytes']:.3e} B a step, the definition says {row['expected_bytes']:.3e}[/]"
-        )
-
-
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Milliseconds a step beside the bound, one pair of bars a row."""
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in rows if "ms" in row]
-    names = [f"{row['format']} {row['slots']}\n{row['routing']}\n{row['overlap']}" for row in rows]
-    at = np.arange(len(rows))
-    figure, axes = plt.subplots(figsize=(1 + 1.2 * len(rows), 4))
-    axes.bar(at - 0.2, [row["ms"] for row in rows], 0.4, label="measured")
-    axes.bar(at + 0.2, [row.get("bound_ms", 0.0) for row in rows], 0.4, label="bound")
-    axes.set_xticks(at, names)
-    axes.set_ylabel("ms a step")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 def main() -> None:
