@@ -7,31 +7,24 @@ triton's either way, since only its plan holds for a captured graph; the record 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 from minisgl.attention.flashinfer import HEAD_DIMS
+from minisgl.measured import add_entry, read_entries
 
 RECORD = Path(__file__).parent / "tuned" / "prompts.json"
 CLEARLY = 0.97  # share of triton's time from which on an extra that compiles at its first call is worth it
 
 
-def read_record(path: Path = RECORD) -> dict[str, dict[str, Any]]:
-    """By GPU name: microseconds of the same prompts by each backend, as {"triton_us": .., "flashinfer_us": .., "case": ..}."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def write_record(gpu: str, entry: dict[str, Any], path: Path = RECORD) -> None:
-    """Add or replace the entry of one GPU."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {**read_record(path), gpu: entry}
-    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    """Keep microseconds of the same prompts by each backend: {"triton_us": .., "flashinfer_us": .., "case": ..}."""
+    add_entry(path, gpu, entry)
 
 
 def fastest(gpu: str, head_dim: int, has_sinks: bool, path: Path = RECORD) -> tuple[str, str]:
     """(backend, why) for prompts of a model in 16 bits on this GPU."""
-    entry = read_record(path).get(gpu)
+    entry = read_entries(path).get(gpu)
     if entry is None:
         return "triton", "the fastest on cuda without extras"
     measured = f"{entry['case']} take {entry['triton_us']:.0f} us by triton, {entry['flashinfer_us']:.0f} by flashinfer"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from minisgl.config import EngineConfig
-from minisgl.moe.exchange.choice import fastest, read_record, write_record
+from minisgl.measured import read_entries
+from minisgl.moe.exchange.choice import RECORD, fastest, write_record
 from minisgl.resolve import Facts, resolve
 
 RANKS = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
@@ -16,7 +17,7 @@ def test_the_fastest_of_a_record(tmp_path: Path) -> None:
     assert fastest("A", 2, record)[0] == "reduce"
     write_record("A", 2, {"reduce": {"1": 40.0, "64": 300.0}, "static": {"64": 150.0, "256": 1.0}}, record)
     write_record("A", 4, {"reduce": {"1": 40.0}, "static": {"64": 1.0}}, record)
-    assert set(read_record(record)) == {"A x2", "A x4"}
+    assert set(read_entries(record)) == {"A x2", "A x4"}
     name, why = fastest("A", 2, record)
     assert name == "static"
     assert "64 tokens a rank: static 150, reduce 300" in why
@@ -25,7 +26,7 @@ def test_the_fastest_of_a_record(tmp_path: Path) -> None:
 
 
 def test_the_record_that_ships_names_modes_measured_at_the_same_tokens() -> None:
-    for entry in read_record().values():
+    for entry in read_entries(RECORD).values():
         assert set(entry) == {"reduce", "dynamic", "static"}
         assert len({frozenset(times) for times in entry.values()}) == 1
 

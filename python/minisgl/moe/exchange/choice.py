@@ -5,23 +5,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
+
+from minisgl.measured import add_entry, read_entries
 
 RECORD = Path(__file__).parents[1] / "tuned" / "dispatch.json"
 Entry = dict[str, dict[str, float]]  # dispatch -> tokens a rank -> microseconds of one layer
 
 
-def read_record(path: Path = RECORD) -> dict[str, Entry]:
-    """Entries by `key`."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def write_record(gpu: str, num_ranks: int, entry: Entry, path: Path = RECORD) -> None:
-    """Add or replace the entry of one GPU and number of ranks."""
-    record = {**read_record(path), key(gpu, num_ranks): entry}
-    path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    """Keep what was measured on one GPU with one number of ranks."""
+    add_entry(path, key(gpu, num_ranks), entry)
 
 
 def key(gpu: str, num_ranks: int) -> str:
@@ -30,7 +25,7 @@ def key(gpu: str, num_ranks: int) -> str:
 
 def fastest(gpu: str, num_ranks: int, path: Path = RECORD) -> tuple[str, str]:
     """(dispatch, why): the lowest geometric mean over the numbers of tokens at which all were measured."""
-    entry = read_record(path).get(key(gpu, num_ranks))
+    entry: Entry | None = read_entries(path).get(key(gpu, num_ranks))
     if not entry:
         return "reduce", "no record of this GPU says that another is faster"
     common = sorted(set.intersection(*(set(times) for times in entry.values())), key=int)
