@@ -26,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [250, 1, 99]]
 
 
 def make_decoder(
-    folder: Path, group: Group, spread: ExpertSpread | None = None, dispatch: str = "auto"
+    folder: Path, group: Group, spread: ExpertSpread | None = None, dispatch: str = "reduce"
 ) -> Decoder:
     spec = ModelSpec.from_folder(folder)
     factory = None

@@ -13,14 +13,14 @@ from minisgl.parallel import Group
 
 __all__ = ["DISPATCHES", "AllToAll", "Dispatched", "Exchange", "Local", "Reduce", "Rows", "make_exchange"]
 
-DISPATCHES = ("auto", "reduce", "dynamic", "static")
+DISPATCHES = ("reduce", "dynamic", "static")
 
 
 def make_exchange(
     dispatch: str, spread: ExpertSpread, group: Group, device: torch.device, overlap: bool = True
 ) -> Exchange:
-    """The exchange named by --moe-ep-dispatch. auto is reduce here: `choice.fastest` knows better."""
-    if dispatch in ("auto", "reduce"):
+    """The exchange named by a resolved --moe-ep-dispatch; what auto means says `choice.fastest`."""
+    if dispatch == "reduce":
         return Reduce(spread, group, device)
     if dispatch in ("dynamic", "static"):
         return AllToAll(spread, group, device, static=dispatch == "static", overlap=overlap)
