@@ -144,6 +144,7 @@ class Decoder(nn.Module):
     moe_factory: builds the sparse layers; None for resident experts and the backend that suits the device.
     group: the ranks that share heads, hidden dims and vocabulary; each builds a decoder of its own.
     storage: how attention, embedding and lm_head are stored; None: in `dtype`, on the device.
+    Many parameters, because each is chosen independently of all others.
     """
 
     def __init__(

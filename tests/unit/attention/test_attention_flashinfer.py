@@ -26,6 +26,7 @@ class StandIn:
     def plan(
         self, qo_indptr, kv_indptr, indices, last_page_len, heads, kv_heads, head_dim, page_size, **options
     ):
+        """With FlashInfer's own parameters, however many."""
         for lengths in (qo_indptr, kv_indptr, indices, last_page_len):
             assert lengths.dtype == torch.int32
         counts = kv_indptr[1:] - kv_indptr[:-1]

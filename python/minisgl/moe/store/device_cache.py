@@ -52,7 +52,7 @@ class DeviceStore(ExpertRecords):
     ) -> None:
         """host: memory for the records of all experts, all of it pinned where `device` is a CUDA device. top_k: experts a token
         uses at most. transient: given a slab like this layer's, the transient slots it shares with the other layers. overlap:
-        None for `Serial`.
+        None for `Serial`. As many parameters as ExpertOffload decides things; a bundle of them would have no other user.
         """
         num_experts = len(host.records_EB)
         super().__init__(num_experts, shape, weight_format, device, host.records_EB)
