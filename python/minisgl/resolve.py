@@ -166,14 +166,14 @@ def _resolve_parallel(parallel: ParallelConfig, facts: Facts, made: list[Decisio
 
 def _graph_batch(config: EngineConfig, device: str, facts: Facts, made: list[Decision]) -> int | None:
     """The largest batch that CUDA graphs are captured for: a power of two whose float32 scores take at most GRAPH_SHARE of the
-    device's memory. None without a device, and where no graph is possible.
+    device's memory. 0 where no graph is possible, None without a device.
     """
     asked, most = config.kernel.cuda_graph_max_bs, config.scheduler.max_running_requests
     row_bytes = 4 * facts.vocab_size
     if asked is not None or device != "cuda" or not facts.device_bytes * row_bytes:
         return asked
     if config.parallel.moe_ep_dispatch == "dynamic":
-        return None
+        return 0
     memory = min(facts.device_bytes, config.cache.gpu_limit_bytes or facts.device_bytes)
     rows = max(1, int(memory * GRAPH_SHARE) // row_bytes)
     batch = min(most, 1 << (rows.bit_length() - 1))

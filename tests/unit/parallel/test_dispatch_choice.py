@@ -15,7 +15,9 @@ RANKS = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
 def test_the_fastest_of_a_record(tmp_path: Path) -> None:
     record = tmp_path / "dispatch.json"
     assert fastest("A", 2, record)[0] == "reduce"
-    write_record("A", 2, {"reduce": {"1": 40.0, "64": 300.0}, "static": {"64": 150.0, "256": 1.0}}, record)
+    write_record(
+        "A", 2, {"reduce": {"1": 40.0, "64": 300.0}, "static": {"64": 150.0}, "dynamic": {"64": 1.0}}, record
+    )
     write_record("A", 4, {"reduce": {"1": 40.0}, "static": {"64": 1.0}}, record)
     assert set(read_entries(record)) == {"A x2", "A x4"}
     name, why = fastest("A", 2, record)
@@ -26,7 +28,9 @@ def test_the_fastest_of_a_record(tmp_path: Path) -> None:
 
 
 def test_the_record_that_ships_names_modes_measured_at_the_same_tokens() -> None:
-    for entry in read_entries(RECORD).values():
+    record = read_entries(RECORD)
+    assert record
+    for entry in record.values():
         assert set(entry) == {"reduce", "dynamic", "static"}
         assert len({frozenset(times) for times in entry.values()}) == 1
 

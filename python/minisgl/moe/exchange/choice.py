@@ -24,8 +24,11 @@ def key(gpu: str, num_ranks: int) -> str:
 
 
 def fastest(gpu: str, num_ranks: int, path: Path = RECORD) -> tuple[str, str]:
-    """(dispatch, why): the lowest geometric mean over the numbers of tokens at which all were measured."""
-    entry: Entry | None = read_entries(path).get(key(gpu, num_ranks))
+    """(dispatch, why): the lowest geometric mean over the numbers of tokens at which all were measured. Never dynamic: decode
+    steps would lose their CUDA graphs, which the time of a layer doesn't show.
+    """
+    found: Entry = read_entries(path).get(key(gpu, num_ranks), {})
+    entry = {name: times for name, times in found.items() if name != "dynamic"}
     if not entry:
         return "reduce", "no record of this GPU says that another is faster"
     common = sorted(set.intersection(*(set(times) for times in entry.values())), key=int)
