@@ -25,6 +25,7 @@ from minisgl.engine.memory import (
     predict_ledger,
     setup_of,
 )
+from minisgl.layers.fp8 import FP8_CAPABILITY
 from minisgl.models.sizes import ModelSizes, shard_sizes
 from minisgl.moe.formats import get_format
 from minisgl.planner.features import lacking
@@ -47,7 +48,6 @@ STEPS = ((8192, 256), (8192, 32), (4096, 32), (2048, 16), (512, 8))
 """(--max-prefill-length, --max-running-requests) to try: smaller steps leave more memory to weights and KV pages."""
 CACHE_OPTIONS = ("moe_expert_offload", "moe_expert_cache_size", "moe_offload_mode", "moe_prefetch")
 HOST_SHARE = 0.9  # of available host memory that a plan may take
-FP8_CAPABILITY = (8, 9)
 NEVER = Speed(float("inf"), float("inf"))
 
 
@@ -210,6 +210,7 @@ class _Builder:
             context_length=self.numbers.sizes.context_length,
             expert_format=stored if stored in PRECISION else "none",
             expert_group_size=self.numbers.stored_group,
+            has_fp8=capability >= FP8_CAPABILITY,
             device_bytes=self.machine.gpu_bytes,
             vocab_size=self.numbers.sizes.vocab_size,
         )

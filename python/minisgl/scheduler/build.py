@@ -23,7 +23,7 @@ def build_scheduler(
     """
     config = engine.config
     page_size = config.cache.page_size
-    token_bytes = kv_bytes_per_token(engine.spec, engine.kv_pool.data.itemsize)
+    token_bytes = kv_bytes_per_token(engine.spec, engine.kv_pool.data.itemsize, engine.group.size)
     cache = make_prefix_cache(config.cache.cache_type, page_size, policy, token_bytes)
     pages = PageManager(PageAllocator(engine.kv_pool.num_pages), cache)
     return Scheduler(engine, pages, config.scheduler, constraint_factory)

@@ -9,7 +9,6 @@ import torch
 
 from minisgl.engine.engine import Engine
 from minisgl.moe.store import CacheCounters, CacheView
-from minisgl.moe.store.shard import ExpertSpread
 from minisgl.moe.trace import RoutingTrace
 from minisgl.server.ipc import ExpertMap
 
@@ -41,15 +40,10 @@ class ExpertWatch:
     @classmethod
     def of(cls, engine: Engine) -> ExpertWatch | None:
         """For one engine; None for a model without experts."""
-        moe, parallel = engine.spec.moe, engine.config.parallel
-        if moe is None:
+        moe, layers = engine.spec.moe, list(engine.decoder.moe_layers().values())
+        if moe is None or not layers:
             return None
-        held: Sequence[int] = range(moe.num_experts)
-        if parallel.expert_parallel_size > 1:
-            kind = "round-robin" if parallel.moe_expert_placement == "round-robin" else "contiguous"
-            spread = ExpertSpread(moe.num_experts, engine.group.size, kind, parallel.moe_replicated_experts)
-            held = spread.experts_of(engine.group.rank)
-        views = [layer.store.view for layer in engine.decoder.moe_layers().values()]
+        views, held = [layer.store.view for layer in layers], layers[0].shard.experts
         return cls(views, held, moe.num_experts, engine.trace, engine.expert_cache)
 
     def map(self) -> ExpertMap | None:
