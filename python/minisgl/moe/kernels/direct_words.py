@@ -17,7 +17,7 @@ import triton.language as tl
 from minisgl.moe.kernels.dependent import start_next, wait_for_previous
 from minisgl.moe.kernels.product import activated
 from minisgl.moe.kernels.reduce import add_up, load_route_weights
-from minisgl.moe.kernels.words import dot_two, load_x, per_word, x_sums
+from minisgl.moe.kernels.words import dot_two, load_even, load_x, per_word, x_sums
 
 
 @triton.jit
@@ -54,14 +54,6 @@ def _inside(here, i: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
-def _load(pointers, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
-
-
-@triton.jit
 def _load_words(
     rows,
     here,
@@ -76,7 +68,7 @@ def _load_words(
     EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
     inside = _inside(here, i, WORDS, K // per_word(FORMAT))
     word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
-    return _load(rows[0] + word, inside, EVEN), _load(rows[1] + word, inside, EVEN)
+    return load_even(rows[0] + word, inside, EVEN), load_even(rows[1] + word, inside, EVEN)
 
 
 @triton.jit
@@ -92,9 +84,9 @@ def _load_params(
         EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
         inside = _inside(here, i, GROUPS, (K + GROUP - 1) // GROUP)
         g = i * GROUPS + tl.arange(0, GROUPS)[None, None, :]
-        scale_a, scale_b = _load(rows[2] + g, inside, EVEN), _load(rows[3] + g, inside, EVEN)
+        scale_a, scale_b = load_even(rows[2] + g, inside, EVEN), load_even(rows[3] + g, inside, EVEN)
         if HAS_ZERO:
-            zero_a, zero_b = _load(rows[4] + g, inside, EVEN), _load(rows[5] + g, inside, EVEN)
+            zero_a, zero_b = load_even(rows[4] + g, inside, EVEN), load_even(rows[5] + g, inside, EVEN)
             return scale_a, scale_b, zero_a.to(tl.float32), zero_b.to(tl.float32)
         else:
             return scale_a, scale_b, 8.0, 8.0

@@ -237,7 +237,7 @@ def align(
         "D": x_TD.shape[1],
         "BLOCK_D": next_power_of_two(x_TD.shape[1]),
         "ROW_MODE": mode,
-        "UNIT": max(units.x, 1),
+        "UNIT": units.x if mode == "sums" else 1,
         "FIRST_WAVE": first_wave,
         "BINS": num_bins(num_slots),
         "num_warps": 4,

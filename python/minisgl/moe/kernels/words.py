@@ -150,7 +150,7 @@ def _high(pair):
 
 
 @triton.jit
-def _load(pointers, inside, EVEN: tl.constexpr):
+def load_even(pointers, inside, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers)
     else:
@@ -167,8 +167,8 @@ def load_x(
         at = word // 4 * 16 + word % 4
         if ASM:
             pairs = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + at)
-            a, b = _load(pairs, inside, EVEN), _load(pairs + 4, inside, EVEN)
-            c, d = _load(pairs + 8, inside, EVEN), _load(pairs + 12, inside, EVEN)
+            a, b = load_even(pairs, inside, EVEN), load_even(pairs + 4, inside, EVEN)
+            c, d = load_even(pairs + 8, inside, EVEN), load_even(pairs + 12, inside, EVEN)
             if FOURS:
                 return a, b, c, d
             else:
@@ -176,24 +176,24 @@ def load_x(
         else:
             parts = ()
             for i in tl.static_range(8):
-                value = _load(x + (row * K + 2 * at + i // 2 * 8 + i % 2), inside, EVEN)
+                value = load_even(x + (row * K + 2 * at + i // 2 * 8 + i % 2), inside, EVEN)
                 parts = parts + (value.to(tl.float32),)  # noqa: RUF005
             return parts
     elif FORMAT == "bf16":
-        pair = _load(x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + word), inside, EVEN)
+        pair = load_even(x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + word), inside, EVEN)
         return _low(pair), _high(pair)
     elif FOURS:
         pairs = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + word // 4 * 8 + word % 4)
-        a, b = _load(pairs, inside, EVEN), _load(pairs + 4, inside, EVEN)
+        a, b = load_even(pairs, inside, EVEN), load_even(pairs + 4, inside, EVEN)
         return _low(a), _high(a), _low(b), _high(b)
     elif ASM:
-        four = _load(x.to(tl.pointer_type(tl.int64)) + (row * (K // 4) + word), inside, EVEN)
+        four = load_even(x.to(tl.pointer_type(tl.int64)) + (row * (K // 4) + word), inside, EVEN)
         first, second = four.to(tl.int32), (four >> 32).to(tl.int32)
         return _low(first), _high(first), _low(second), _high(second)
     else:
         parts = ()
         for i in tl.static_range(4):
-            value = _load(x + (row * K + 4 * word + i), inside, EVEN)
+            value = load_even(x + (row * K + 4 * word + i), inside, EVEN)
             parts = parts + (value.to(tl.float32),)  # noqa: RUF005
         return parts
 
