@@ -46,7 +46,6 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.rows = group.shard(vocab_size)
-        self.on_host = on_host
         self._group = group
         if on_host and device.type == "cuda":
             self._memory = HostMemory(CudaPinning(), 2**63)
