@@ -23,8 +23,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from minisgl.moe.fused import FusedMoeBackend
-from minisgl.moe.kernels.device_plan import DevicePlan
 from minisgl.moe.store.device_cache import DeviceStore
+from minisgl.moe.store.device_plan import DevicePlan
 from minisgl.moe.store.overlap import Forked, Serial
 from minisgl.moe.store.streaming import TransientSlots
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.moe.kernels import device_plan as device_plan_module
-from minisgl.moe.kernels.device_plan import EARLY_WORDS, DevicePlan
+from minisgl.moe.store import device_plan as device_plan_module
 from minisgl.moe.store import early as early_module
+from minisgl.moe.store.device_plan import EARLY_WORDS, DevicePlan
 from minisgl.moe.store.early import IN_FLIGHT, EarlySlots, num_early_slots
 from minisgl.moe.store.planning import EMPTY, SlotTable, place_step
 from tests.interpret.moe.test_place_kernel import counted, random_ids

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from minisgl.layers.moe import MoELayer, Router
 from minisgl.moe.base import ExpertShape, Routing, RoutingRule
 from minisgl.moe.formats import get_format
-from minisgl.moe.kernels.device_plan import CHUNK_BYTES
 from minisgl.moe.store import CacheCounters, ResidentStore
 from minisgl.moe.store.device_cache import DeviceStore
+from minisgl.moe.store.device_plan import CHUNK_BYTES
 from minisgl.moe.store.overlap import Serial
 from minisgl.moe.store.pinned import HostMemory
 from minisgl.moe.store.streaming import TransientSlots

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl.moe.kernels.device_plan import DevicePlan
+from minisgl.moe.store.device_plan import DevicePlan
 from minisgl.moe.store.planning import Load, SlotTable, place_step
 
 

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from minisgl.moe.kernels.device_plan import DevicePlan  # noqa: E402
+from minisgl.moe.store.device_plan import DevicePlan  # noqa: E402
 
 
 class NamedTarget:

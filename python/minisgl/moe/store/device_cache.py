@@ -22,8 +22,8 @@ import torch
 
 from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.kernels.device_plan import CHUNK_BYTES, DevicePlan
 from minisgl.moe.store.base import CacheCounters, CacheView, Guess, StoreBytes
+from minisgl.moe.store.device_plan import CHUNK_BYTES, DevicePlan
 from minisgl.moe.store.early import MAX_EARLY_TOKENS, num_early_slots
 from minisgl.moe.store.overlap import Overlap, Serial
 from minisgl.moe.store.pinned import HostRecords
@@ -147,7 +147,8 @@ class DeviceStore(ExpertRecords):
         self.plan.fetch(self.records_EB, self.slab.records_SB, end=self._first_of_down)
 
     def _fetch_down(self) -> None:
-        self.plan.fetch(self.records_EB, self.slab.records_SB, begin=self._first_of_down)
+        begin, ahead = self._first_of_down, self._overlap.by_events
+        self.plan.fetch(self.records_EB, self.slab.records_SB, begin, ahead=ahead)
 
     def _streaming(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """A prompt; waits for its routing."""

@@ -16,9 +16,12 @@ from minisgl.moe.store.copies import recorded
 
 
 class Overlap(Protocol):
-    """How fetches and the computation of hits share the device. prefetches: whether guesses get the link when it is idle."""
+    """How fetches and the computation of hits share the device. prefetches: whether guesses get the link when it is idle.
+    by_events: whether `join` waits for an event of each fetch, so that one may start while the one before it drains.
+    """
 
     prefetches: bool
+    by_events: bool
 
     def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
         """Launch the fetches one after the other, and after everything launched so far."""
@@ -39,6 +42,8 @@ class Overlap(Protocol):
 
 class Serial:
     """One stream: the fetches, then the hits. For a CPU, and for comparison."""
+
+    by_events = False
 
     def __init__(self, prefetches: bool = False) -> None:
         self.prefetches = prefetches
@@ -62,6 +67,8 @@ class Forked:
     """A second stream, forked before the hits and joined after them; a CUDA graph captures it as a branch. What is prepared
     has a third one.
     """
+
+    by_events = True
 
     def __init__(self, device: torch.device, prefetches: bool = False) -> None:
         self.prefetches = prefetches

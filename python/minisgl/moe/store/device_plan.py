@@ -1,0 +1,225 @@
+"""DevicePlan: the state of one layer's expert cache in device memory, and the kernels that work on it.
+
+The host launches and never looks; who does, by `.tolist()` of a tensor, waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.moe.kernels.early import EARLY_SLOTS, FIELDS, fetch_early_kernel, plan_early_kernel
+from minisgl.moe.kernels.fetch import fetch_kernel
+from minisgl.moe.kernels.launch import has_dependent_launch, pdl_options
+from minisgl.moe.kernels.place import place_kernel
+from minisgl.moe.store.early import IN_FLIGHT, WINDOW
+from minisgl.moe.store.planning import num_waves
+from minisgl.moe.workspace import next_power_of_two
+
+FETCH_PROGRAMS = 16  # thread blocks that read host memory: 8 reach 50.3 GB/s of PCIe 5 x16, 16 reach 51.0
+COPY_PROGRAMS = 128  # that copy within device memory
+FETCH_WORDS = 4096  # int64 words a block has in flight: 32 KiB
+EARLY_WORDS = (
+    512  # of a chunk that comes early, one a program: what is under way when demand begins must land first
+)
+CHUNK_BYTES = 8 * EARLY_WORDS
+NUM_COUNTERS, NUM_EARLY_COUNTERS = (
+    3,
+    10,
+)  # hits, misses, evictions; with early slots also those of `kernels.early`
+
+
+class EarlyPlan:
+    """State of one layer's A early slots: `store.early.EarlySlots` in device memory."""
+
+    def __init__(self, num_experts: int, num_slots: int, num_early: int, device: torch.device) -> None:
+        def ints(*size: int, value: int = 0) -> torch.Tensor:
+            return torch.full(size, value, dtype=torch.int32, device=device)
+
+        assert num_early <= EARLY_SLOTS.value, "the planning kernel lists no more"
+        self.num_slots, self.num_early = num_slots, num_early
+        self.place_of_S = torch.arange(num_slots + num_early, dtype=torch.int32, device=device)
+        self.expert_of_A, self.chunks_of_A = ints(max(num_early, 1), value=-1), ints(max(num_early, 1))
+        self.listed_AF, self.listing = ints(max(num_early, 1), FIELDS.value, value=-1), ints(2, value=-1)
+        self.progress_N, self.scratch_3E = ints(IN_FLIGHT), ints(3, num_experts)
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """Those of the place kernel, in its order."""
+        maps = (self.place_of_S, self.expert_of_A, self.chunks_of_A)
+        return (*maps, self.listed_AF, self.listing, self.progress_N, self.scratch_3E)
+
+
+class DevicePlan:
+    """Maps, stamps and counters of E experts and S slots; what they mean says `kernels.place`, and of A early slots behind them
+    `kernels.early`. record_bytes: of an expert, needed with early slots.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_slots: int,
+        device: torch.device,
+        num_early: int = 0,
+        record_bytes: int = 0,
+    ) -> None:
+        self.num_experts, self.num_slots = num_experts, num_slots
+        self.early = EarlyPlan(num_experts, num_slots, num_early, device)
+        self.num_chunks = -(-record_bytes // CHUNK_BYTES)
+        assert not num_early or self.num_chunks
+
+        def ints(size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((size,), value, dtype=dtype, device=device)
+
+        self.slot_of_E, self.expert_of_S = ints(num_experts, -1), ints(num_slots, -1)
+        self.last_use_E, self.uses_E, self.clock = ints(num_experts), ints(num_experts), ints(1)
+        self.fetch_experts_S, self.fetch_slots_S, self.num_fetch = ints(num_slots), ints(num_slots), ints(1)
+        self.fetch_chunks_S = ints(num_slots)
+        self.counters = ints(NUM_EARLY_COUNTERS if num_early else NUM_COUNTERS, dtype=torch.int64)
+        self._kind_E, self._scores_S = ints(num_experts), ints(num_slots, dtype=torch.int64)
+
+    def place_of_E(self) -> list[int]:
+        """Where in the slab each expert is, -1: nowhere. Waits for the device."""
+        slot_of_E = self.slot_of_E.tolist()
+        if not self.early.num_early:
+            return slot_of_E
+        place_of_S = self.early.place_of_S.tolist()
+        return [place_of_S[slot] if slot >= 0 else slot for slot in slot_of_E]
+
+    def num_waves(self, num_tokens: int, top_k: int) -> int:
+        """Waves that serve so many tokens, whatever they route to."""
+        return num_waves(num_tokens, top_k, self.num_experts, self.num_slots)
+
+    def place(
+        self, ids_TK: torch.Tensor, first: bool, count: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plan the next wave of a step: (hit slots, miss slots), int32 [T, K] each; see `place_kernel`.
+
+        ids_TK: int32, contiguous. first: whether it is the step's first wave. count: False leaves the counters alone.
+        """
+        hit_slots_TK, miss_slots_TK = torch.empty_like(ids_TK), torch.empty_like(ids_TK)
+        place_kernel[(1,)](
+            ids_TK,
+            hit_slots_TK,
+            miss_slots_TK,
+            self.slot_of_E,
+            self.expert_of_S,
+            self.last_use_E,
+            self.uses_E,
+            self.clock,
+            self._kind_E,
+            self._scores_S,
+            self.fetch_experts_S,
+            self.fetch_slots_S,
+            self.fetch_chunks_S,
+            self.num_fetch,
+            self.counters,
+            *self.early.arguments(),
+            ids_TK.numel(),
+            E=self.num_experts,
+            S=self.num_slots,
+            A=self.early.num_early,
+            N=IN_FLIGHT,
+            CHUNKS=self.num_chunks,
+            FIRST=first,
+            COUNT=count,
+            EXPERTS=max(next_power_of_two(self.num_experts + 1), 32),
+            SLOTS=max(next_power_of_two(self.num_slots), 16),
+            CHUNK=min(max(next_power_of_two(ids_TK.numel()), 32), 512),
+            num_warps=4,
+        )
+        return hit_slots_TK, miss_slots_TK
+
+    def plan_early(self, ids_TK: torch.Tensor) -> None:
+        """List what to fetch early for a routing that is a guess: ids_TK int32 [T, K], the likeliest first."""
+        early, (num_tokens, top_k) = self.early, ids_TK.shape
+        plan_early_kernel[(1,)](
+            ids_TK,
+            self.slot_of_E,
+            early.place_of_S,
+            early.expert_of_A,
+            early.chunks_of_A,
+            self.clock,
+            self.counters,
+            early.listed_AF,
+            early.listing,
+            early.progress_N,
+            num_tokens,
+            K=top_k,
+            S=self.num_slots,
+            A=early.num_early,
+            N=IN_FLIGHT,
+            CHUNKS=self.num_chunks,
+            WINDOW=WINDOW,
+            ROUTES=max(next_power_of_two(ids_TK.numel()), 16),
+            num_warps=1,
+        )
+
+    def fetch_early(self, records_EB: torch.Tensor, slab_SB: torch.Tensor, most: int = 2**30) -> None:
+        """Copy what `plan_early` listed, at most so many chunks, until the next `place` begins."""
+        early = self.early
+        fetch_early_kernel[(IN_FLIGHT,)](
+            records_EB.view(torch.int64),
+            slab_SB.view(torch.int64),
+            early.listed_AF,
+            early.listing,
+            self.clock,
+            early.progress_N,
+            A=early.num_early,
+            N=IN_FLIGHT,
+            WORDS=slab_SB.shape[1] // 8,
+            CHUNK=EARLY_WORDS,
+            MOST=most,
+            num_warps=4,
+        )
+
+    def fetch(
+        self,
+        records_EB: torch.Tensor,
+        slab_SB: torch.Tensor,
+        begin: int = 0,
+        end: int | None = None,
+        ahead: bool = False,
+    ) -> None:
+        """Copy what the latest `place` listed into its slots, or only bytes begin .. end - 1 of each record.
+
+        records_EB: uint8 [E, nbytes], pinned where the slab is on a CUDA device. begin, end: multiples of 8.
+        ahead: start while the fetch before this one drains; whatever needs both must then wait for both.
+        """
+        part = (begin, slab_SB.shape[1] if end is None else end)
+        self._fetch(records_EB, slab_SB, part, None, FETCH_PROGRAMS, ahead)
+
+    def fetch_some(self, records_XB: torch.Tensor, place_of_E: torch.Tensor, slab_SB: torch.Tensor) -> None:
+        """Of what the latest `place` listed, copy what records_XB holds: expert e at place_of_E[e], int32 [E], unless -1."""
+        self._fetch(records_XB, slab_SB, (0, slab_SB.shape[1]), place_of_E, COPY_PROGRAMS)
+
+    def _fetch(
+        self,
+        records_EB: torch.Tensor,
+        slab_SB: torch.Tensor,
+        part: tuple[int, int],
+        place_of_E: torch.Tensor | None,
+        programs: int,
+        ahead: bool = False,
+    ) -> None:
+        begin, end = part[0] // 8, part[1] // 8
+        device = slab_SB.device
+        # Every fetch lets the next one start; whether it does is up to that one.
+        dependent = pdl_options(device) if ahead else {"PDL": has_dependent_launch(device)}
+        block = min(FETCH_WORDS, next_power_of_two(end - begin))
+        most = self.num_slots * -(-(end - begin) // block)
+        fetch_kernel[(min(programs, most),)](
+            records_EB.view(torch.int64),
+            self.slot_of_E if place_of_E is None else place_of_E,
+            slab_SB.view(torch.int64),
+            self.fetch_experts_S,
+            self.fetch_slots_S,
+            self.fetch_chunks_S,
+            self.num_fetch,
+            WORDS=slab_SB.shape[1] // 8,
+            BEGIN=begin,
+            END=end,
+            SOME=place_of_E is not None,
+            EARLY=EARLY_WORDS * (self.early.num_early > 0),
+            BLOCK=block,
+            num_warps=8,
+            **dependent,
+        )
