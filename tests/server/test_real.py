@@ -200,7 +200,7 @@ def test_lower_priority_values_run_first(plain):
         ended.append(name)
 
     async def all_of_them() -> None:
-        asked = [asyncio.create_task(ask("running", 0, 40))]
+        asked = [asyncio.create_task(ask("running", 0, 250))]  # longer than the others take to arrive
         for name, priority in (("late", 5), ("first", 0), ("urgent", -1)):
             await asyncio.sleep(0.1)  # the first one runs by now, and these arrive in this order
             asked.append(asyncio.create_task(ask(name, priority, 2)))
