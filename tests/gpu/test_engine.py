@@ -143,6 +143,16 @@ def test_pages_fill_what_memory_leaves(tmp_path: Path) -> None:
     assert llm.engine.ledger().total > 0.03 * total
 
 
+def test_scratch_space_is_the_one_reserved(tmp_path: Path) -> None:
+    """KV pages take what is left beside it, so nothing may allocate it a second time."""
+    make_model(tmp_path, "qwen3_moe")
+    llm = LLM(str(tmp_path), device="cuda", dtype="bfloat16", num_pages=200, max_running_requests=4)
+    before = torch.cuda.memory_allocated()
+    llm.generate(make_prompts(LENGTHS), GREEDY)
+    scratch = next(line.num_bytes for line in llm.engine.ledger().lines if line.name == "workspace")
+    assert torch.cuda.memory_allocated() - before < scratch / 2
+
+
 def test_a_decode_step_waits_for_the_device_once(tmp_path: Path) -> None:
     """No synchronisation between planning and launch; only the fetch of the finished step's tokens waits, on an event."""
     make_model(tmp_path, "qwen3_moe")

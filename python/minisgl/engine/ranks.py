@@ -65,8 +65,10 @@ class Ranks:
         self.config = config
 
     def device(self, kind: str) -> torch.device:
-        """The device of this rank. kind: "cuda" or "cpu"."""
-        return torch.device(kind)
+        """The device of this rank. kind: "cuda" or "cpu". With its index, as tensors have it: what is kept for each device, a
+        workspace for example, is found by it.
+        """
+        return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def wait_ready(self) -> None:
         """Return when all ranks have come this far, however long some take to load."""
