@@ -244,6 +244,7 @@ def measure_engine(args: argparse.Namespace, model: str, console: Console) -> di
         )
         row["bound_s"] = moved / bandwidth if bandwidth else None
         rows.append(row)
+        console.print(f"tp {args.tp}, batch {batch}: {row['step_s'] * 1e3:.2f} ms a step")
     if args.prefill:
         record["prompt"] = measure_prompt(llm, args.prefill, bf16_peak() if on_cuda else None)
     if args.profile and on_cuda:
