@@ -15,11 +15,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 EP = {"expert_parallel_size": 2}
+GRAPHS = {"cuda_graph_max_bs": 4}  # every size compiles kernels, on every rank
 OPTIONS: dict[str, dict[str, Any]] = {
-    "tp": {},
-    "ep reduce": {**EP, "moe_ep_dispatch": "reduce", "moe_replicated_experts": (1,)},
+    "tp": GRAPHS,
+    "ep reduce": {**EP, **GRAPHS, "moe_ep_dispatch": "reduce", "moe_replicated_experts": (1,)},
     "ep dynamic": {**EP, "moe_ep_dispatch": "dynamic"},
-    "ep static": {**EP, "moe_ep_dispatch": "static", "moe_expert_placement": "round-robin"},
+    "ep static": {**EP, **GRAPHS, "moe_ep_dispatch": "static", "moe_expert_placement": "round-robin"},
     "ep offload": {**EP, "moe_expert_offload": True, "moe_expert_cache_size": "3"},
 }
 
@@ -35,7 +36,6 @@ def check_tokens(folder: Path, **options: Any) -> bool:
         dtype="float32",
         num_pages=200,
         tensor_parallel_size=2,
-        cuda_graph_max_bs=4,  # every size compiles kernels, on every rank
         **options,
     ) as llm:
         for _ in range(2):
