@@ -366,12 +366,12 @@ class Engine:
         return {index: counters for index, counters in counted.items() if counters is not None}
 
     def close(self) -> None:
-        """Write the routing trace that was asked for, unpin host memory, end the other ranks. No step may follow; may be
-        called again.
-        """
+        """Write the trace that was asked for, give up graphs and pinned memory, end the other ranks. No step may follow."""
         path = self.config.offload.moe_trace
         if path is not None and self.trace is not None:
             self.trace.save(path)
+        if self._graphs is not None:
+            self._graphs.close()
         if self._offload is not None:
             self._offload.close()
         self.ranks.close()

@@ -75,6 +75,7 @@ class DecodeGraphs:
     ) -> None:
         self._decoder, self._caches, self._group = decoder, caches, group
         self.sizes = sorted(sizes)
+        torch.cuda.empty_cache()  # a capture does so, too; here, so that what it gives back is not taken off its bytes
         start, free = time.perf_counter(), torch.cuda.mem_get_info(table.device)[0]
         largest = self.sizes[-1]
         self._inputs = DecodeInputs(largest, table, max_seq_len)
@@ -97,6 +98,12 @@ class DecodeGraphs:
         captured.graph.replay()
         self._group.num_collectives += captured.num_collectives  # a replay joins them as the capture did
         return self._logits_SV[:batch_size], rows_B
+
+    def close(self) -> None:
+        """Give the graphs up. Before the group of ranks ends: NCCL waits for graphs that hold its kernels, for ever."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         inputs = self._inputs
