@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.engine.ranks import ConnectedRanks
+from minisgl.engine.step import EngineLost
 from tests.e2e.model_factory import greedy, make_model, make_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -54,6 +57,38 @@ def test_two_gpus_over_nccl(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # multicast is not given on every shared host
     graphs = check_tokens(tmp_path, **OPTIONS[name])
     assert graphs == (name != "ep dynamic")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [{}, {"disable_peer_memory": True}], ids=["peer memory", "nccl"])
+def test_a_rank_that_dies_ends_the_step(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The other GPU waits inside a kernel for it, from which no timeout of the host can wake it."""
+    make_model(tmp_path, "qwen3_moe")
+    llm = LLM(
+        str(tmp_path), device="cuda", dtype="bfloat16", num_pages=200, tensor_parallel_size=2, **options
+    )
+    ranks = llm.engine.ranks
+    assert isinstance(ranks, ConnectedRanks)
+    stream = llm.stream(
+        make_prompts([17])[0], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    )
+    next(stream)
+    ranks.children[0].kill()
+    start = time.monotonic()
+    with pytest.raises(EngineLost, match="rank 1"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 20
+    llm.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_peer_memory_is_used(tmp_path: Path) -> None:
+    make_model(tmp_path, "qwen3_moe")
+    for _ in range(2):  # a second group of ranks, in the same process
+        with LLM(str(tmp_path), device="cuda", dtype="float32", num_pages=200, tensor_parallel_size=2) as llm:
+            assert isinstance(llm.engine.ranks, ConnectedRanks)
+            assert llm.engine.ranks._small_sums is not None
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
