@@ -19,8 +19,10 @@ from minisgl.moe.select import (
     DeviceLimits,
     Kernel,
     Tiles,
+    can_have_roles,
     grouped_block_m,
     reads_words,
+    roles_tiles,
 )
 from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
 
@@ -144,6 +146,9 @@ def neighbours(
     problem: Problem, limits: DeviceLimits, kernel: Kernel, block_m: int, gemm: str, tiles: Tiles
 ) -> Iterator[Tiles]:
     """Tiles that differ from these in one option."""
+    if tiles.roles:
+        yield from (replace(tiles, group_m=n) for n in (1, 4, 8) if n != tiles.group_m)
+        return
     changes: list[dict[str, Any]] = [{"num_warps": n} for n in (tiles.num_warps * 2, tiles.num_warps // 2)]
     changes += [{"num_stages": n} for n in (tiles.num_stages + 1, tiles.num_stages - 1)]
     if kernel == "direct":
@@ -203,6 +208,9 @@ def candidates(
         ups, downs = (
             spread(grouped_tiles(problem, limits, block_m, gemm), most) for gemm in ("gate_up", "down")
         )
+        if block_m == 128 and can_have_roles(problem, limits):
+            up, down = roles_tiles(problem)
+            ups, downs = [up, *ups], [down, *downs]
         if ups and downs:
             found.append(("grouped", block_m, ups, downs))
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 
 from minisgl.moe.base import Problem
-from minisgl.moe.select import Choice, DeviceLimits, Record, Tiles
+from minisgl.moe.select import Choice, DeviceLimits, Record, Tiles, can_have_roles, without_roles
 from minisgl.moe.workspace import next_power_of_two
 
 
@@ -46,11 +46,15 @@ class Records:
         return Path(cache) / "minisgl" / "moe"
 
     def lookup(self, problem: Problem, limits: DeviceLimits) -> Record | None:
-        """Bucket -> choice, or None if nothing was measured; what exceeds the device's shared memory is left out."""
+        """Bucket -> choice, or None if nothing was measured. Where this Triton has no kernels whose warps have roles, the same
+        tiles for the others."""
         buckets = self._of_gpu(limits.name).get(problem_key(problem))
         if not buckets:
             return None
-        return {bucket: choice_from_json(entry["choice"]) for bucket, entry in buckets.items()}
+        record = {bucket: choice_from_json(entry["choice"]) for bucket, entry in buckets.items()}
+        if can_have_roles(problem, limits):
+            return record
+        return {bucket: without_roles(choice) for bucket, choice in record.items()}
 
     def add(self, problem: Problem, limits: DeviceLimits, choice: Choice, microseconds: float) -> None:
         buckets = self._of_gpu(limits.name).setdefault(problem_key(problem), {})

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import triton
 
 from minisgl.moe.base import Problem
 from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
@@ -29,7 +30,8 @@ class Tiles:
 
     block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
     kernel multiplies on the tensor cores. preload: K steps that the direct down kernel asks for ahead. tiles_n:
-    column tiles a grouped program works on one after the other.
+    column tiles a grouped program works on one after the other. roles: warps of a grouped
+    program load or multiply, see `kernels.hopper`.
     """
 
     block_n: int
@@ -42,6 +44,7 @@ class Tiles:
     wide: bool = False
     preload: int = 1
     tiles_n: int = 1
+    roles: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a choice must respect. shared_bytes: shared memory a block may use (232,448 on H200, 101,376 on RTX 50)."""
+    """What a choice must respect. shared_bytes: shared memory a block may use (232,448 on H200, 101,376 on RTX 50). gluon:
+    whether kernels can be compiled that are written in it."""
 
     name: str
     capability: tuple[int, int]
     shared_bytes: int
     num_multiprocessors: int
+    gluon: bool = False
 
     @staticmethod
     def of(device: torch.device) -> DeviceLimits:
@@ -74,7 +79,13 @@ class DeviceLimits:
             (properties.major, properties.minor),
             properties.shared_memory_per_block_optin,
             properties.multi_processor_count,
+            has_gluon(),
         )
+
+
+def has_gluon() -> bool:
+    """Whether the running Triton has Gluon as `kernels.hopper` uses it: its names still change from version to version."""
+    return triton.__version__.startswith("3.6.")
 
 
 Record = Mapping[int, Choice]  # bucket of tokens (a power of two) -> measured choice
@@ -209,6 +220,8 @@ def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
         tiles = Tiles(64, 64, 4)
         return Choice("grouped", block_m, tiles, tiles)
     if limits.capability == (9, 0) and problem.dtype != torch.float32:
+        if block_m == 128 and can_have_roles(problem, limits):
+            return Choice("grouped", block_m, *roles_tiles(problem))
         return _hopper_heuristic(problem, block_m)
     block_k = grouped_block_k(problem)
     short_k = min(block_k, 64)
@@ -220,6 +233,29 @@ def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
     else:
         up, down = Tiles(64, short_k, 8, 3, 8), Tiles(128, short_k, 8, 3, 8)
     return Choice("grouped", block_m, up, down)
+
+
+def can_have_roles(problem: Problem, limits: DeviceLimits) -> bool:
+    """Whether `kernels.hopper` can multiply: no biases, SwiGLU, and sizes that its tiles divide."""
+    shape, plain = problem.shape, not problem.shape.bias and problem.activation == "silu"
+    known = problem.format in ("bf16", "fp16", "fp8") and problem.dtype != torch.float32
+    divides = shape.model_dim % 256 == 0 and shape.hidden_dim % 128 == 0
+    return limits.gluon and limits.capability == (9, 0) and plain and known and divides
+
+
+def roles_tiles(problem: Problem) -> tuple[Tiles, Tiles]:
+    """For blocks of 128 rows: 256 rows of weights and 128 bytes of them a step, as many stages as fit."""
+    block_k = 128 if problem.format in FP8_FORMATS else 64
+    return Tiles(128, block_k, 4, 4, tma=True, roles=True), Tiles(256, block_k, 4, 4, tma=True, roles=True)
+
+
+def without_roles(choice: Choice) -> Choice:
+    """The same tiles for the kernels whose warps are all alike."""
+
+    def alike(tiles: Tiles) -> Tiles:
+        return replace(tiles, roles=False, num_warps=8) if tiles.roles else tiles
+
+    return replace(choice, gate_up=alike(choice.gate_up), down=alike(choice.down))
 
 
 def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:

@@ -65,6 +65,7 @@ class Buffers:
         torch.Tensor
     )  # float32, int4 only, flat: sums of each row of x over so many columns, as the launch says
     activated_sums: torch.Tensor
+    tile_counters: torch.Tensor  # int32 [2]: gate_up, down; zero between launches, so not in the arena
 
     def rows_RD(self, num_routes: int, model_dim: int, dtype: torch.dtype) -> torch.Tensor:
         return self.rows[: num_routes * model_dim * dtype.itemsize].view(dtype).view(num_routes, model_dim)
@@ -135,6 +136,7 @@ class Workspace:
         self._arena = torch.empty(0, dtype=torch.uint8, device=device)
         self._retired: list[torch.Tensor] = []
         self._buffers: dict[tuple[Problem, int], Buffers] = {}
+        self._tile_counters = torch.zeros(2, dtype=torch.int32, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -167,12 +169,12 @@ class Workspace:
                 count *= dim
             views[name] = flat[:count].view(spec[0])
             offset += _num_bytes(spec)
-        return Buffers(**views)
+        return Buffers(**views, tile_counters=self._tile_counters)
 
     def _allocate_each(self, specs: dict[str, Spec]) -> Buffers:
         made = {name: torch.empty(spec[0], dtype=spec[1], device=self.device) for name, spec in specs.items()}
         self.num_allocations += sum(tensor.numel() > 0 for tensor in made.values())
-        return Buffers(**made)
+        return Buffers(**made, tile_counters=self._tile_counters)
 
     def poison(self, byte: int) -> None:
         """Fill the arena with a byte, so that a read of something nothing wrote shows (tests)."""

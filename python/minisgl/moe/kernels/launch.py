@@ -13,6 +13,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl.moe.base import Problem, Routing, RoutingRule, Slab
+from minisgl.moe.kernels import launch_hopper
 from minisgl.moe.kernels.align import align_kernel, count_kernel, place_kernel
 from minisgl.moe.kernels.grouped import down_kernel, gate_up_kernel
 from minisgl.moe.kernels.reduce import reduce_kernel
@@ -300,11 +301,15 @@ def gate_up(
 ) -> None:
     """x_TD: rows as they are; those made ready by `align` are taken from the buffers where the format wants them."""
     tiles, shape = choice.gate_up, problem.shape
+    mode, units = row_mode(problem.format), sum_units(problem, choice)
+    x_ready_TD = x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format)
+    if tiles.roles:
+        launch_hopper.gate_up(x_ready_TD, slab, problem, tiles, num_routes, buffers, pdl_options(x_TD.device))
+        return
     args = weight_args(slab, "gate_up", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
-    mode, units = row_mode(problem.format), sum_units(problem, choice)
     gate_up_kernel[(grid_m * triton.cdiv(shape.hidden_dim, tiles.block_n * tiles.tiles_n),)](
-        x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format),
+        x_ready_TD,
         buffers.x_sums if units.x else buffers.x_scale_T if mode == "fp8" else x_TD,
         args.weights,
         args.scales,
@@ -335,6 +340,9 @@ def down(
     rows_RD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers
 ) -> None:
     tiles, shape = choice.down, problem.shape
+    if tiles.roles:
+        launch_hopper.down(rows_RD, slab, problem, tiles, num_routes, buffers, pdl_options(rows_RD.device))
+        return
     args = weight_args(slab, "down", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
     amax = codes_in_down(problem, choice.block_m, rows_RD)

@@ -80,7 +80,8 @@ def compile_choice(task: CompileTask, small_kernels: bool = False) -> None:
     problem, choice = task.problem, task.choice
     slab = empty_slab(problem, task.symmetric, torch.device("cpu"))
     specs = buffer_specs(problem, next_power_of_two(problem.num_tokens))
-    buffers = Buffers(**{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()})
+    made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in specs.items()}
+    buffers = Buffers(**made, tile_counters=torch.zeros(2, dtype=torch.int32))
     shape, num_routes = problem.shape, problem.num_tokens * problem.top_k
     x_TD = torch.empty((problem.num_tokens, shape.model_dim), dtype=problem.dtype)
     placement = Placement(slab, torch.empty((problem.num_tokens, problem.top_k), dtype=torch.int32))

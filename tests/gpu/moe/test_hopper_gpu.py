@@ -1,0 +1,144 @@
+"""Grouped GEMMs whose warps have roles (kernels.hopper): right at every fill of a block, the same bits however routes come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl.moe.base import Placement, Routing, RoutingRule
+from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.select import Choice, DeviceLimits, can_have_roles, roles_tiles
+from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.interpret.moe.steps import Stored, run_step, store
+from tests.moe_oracle import MoeCase, random_case, relative_error
+
+
+def unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    limits = DeviceLimits.of(torch.device("cuda"))
+    if not limits.gluon or limits.capability != (9, 0):
+        return "needs compute capability 9.0, and the Triton for whose Gluon the kernels are written"
+    return None
+
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
+
+FORMATS = [("none", torch.bfloat16), ("none", torch.float16), ("fp8", torch.bfloat16)]
+DIMS = [(256, 128), (512, 384), (2048, 768)]
+FILLS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 0, 256, 257)  # rows of each slot
+
+
+def cuda_case(
+    num_tokens: int, top_k: int, experts: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
+) -> MoeCase:
+    case = random_case(num_tokens, top_k, experts, *dims, dtype=dtype, seed=seed)
+    return MoeCase(**{name: None if t is None else t.cuda() for name, t in vars(case).items()})
+
+
+def filled_case(dims: tuple[int, int], dtype: torch.dtype) -> MoeCase:
+    """Slots with the rows of FILLS, in any order; the other routes have none."""
+    case = cuda_case(500, 4, len(FILLS), dims, dtype, seed=1)
+    ids = torch.full((2000,), -1, dtype=torch.int32)
+    ids[: sum(FILLS)] = torch.repeat_interleave(torch.arange(len(FILLS)), torch.tensor(FILLS)).int()
+    order = torch.randperm(2000, generator=torch.Generator().manual_seed(2))
+    return replace(case, ids=ids[order].view(500, 4).cuda())
+
+
+def with_roles(stored: Stored, case: MoeCase, **options: int) -> FusedMoeBackend:
+    problem = stored.problem(case)
+    assert can_have_roles(problem, DeviceLimits.of(case.x.device))
+    tiles = [replace(tiles, **options) for tiles in roles_tiles(problem)]
+    return FusedMoeBackend(
+        records=lambda problem, limits: {problem.num_tokens: Choice("grouped", 128, *tiles)}
+    )
+
+
+def expected(case: MoeCase, stored: Stored) -> torch.Tensor:
+    step = TorchMoeBackend().begin(case.x, Routing(case.ids, case.weights), stored.problem(case))
+    step.run(Placement(stored.slab, case.ids))
+    return step.finish()
+
+
+@pytest.mark.parametrize("group_m", [1, 8])
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize(("name", "dtype"), FORMATS)
+def test_every_fill_of_a_block_agrees_with_the_definition(name, dtype, dims, group_m):
+    case = filled_case(dims, dtype)
+    stored = store(case, name, device="cuda")
+    backend = with_roles(stored, case, group_m=group_m)
+    run_step(backend, case, stored)
+    backend.workspace(case.x.device).poison(0xFF)
+    y = run_step(backend, case, stored)
+    assert relative_error(y, expected(case, stored)) < stored.tolerance
+    assert backend.workspace(case.x.device).claim(stored.problem(case)).tile_counters.tolist() == [0, 0]
+    assert not y[(case.ids < 0).all(1)].any()
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMATS)
+def test_waves_give_the_bits_of_one_wave(name, dtype):
+    case = filled_case((512, 384), dtype)
+    stored = store(case, name, device="cuda")
+    backend = with_roles(stored, case)
+    resident = run_step(backend, case, stored)
+    for waves in (1, 2, 3):
+        assert torch.equal(run_step(backend, case, stored, waves=waves), resident)
+
+
+@pytest.mark.parametrize("name", ["none", "fp8"])
+def test_many_repeats_are_bitwise_equal(name):
+    case = cuda_case(1500, 4, 16, (512, 768), torch.bfloat16, seed=3)
+    stored = store(case, name, device="cuda")
+    backend = with_roles(stored, case)
+    first = run_step(backend, case, stored)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(500):
+        different += (run_step(backend, case, stored) != first).any()
+    assert int(different) == 0
+
+
+def test_replays_with_changing_routes_equal_eager_runs():
+    case = cuda_case(300, 4, 8, (512, 384), torch.bfloat16, seed=4)
+    stored = store(case, "none", device="cuda")
+    backend = with_roles(stored, case)
+    logits = torch.randn(300, 8, device="cuda")
+
+    def layer() -> torch.Tensor:
+        routing = backend.route(logits, RoutingRule(4))
+        step = backend.begin(case.x, routing, stored.problem(case))
+        step.run(Placement(stored.slab, routing.ids_TK))
+        return step.finish()
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer()
+    for skew in range(100):
+        case.x.normal_()
+        logits.normal_()[:, skew % 8] += skew / 10
+        graph.replay()
+        replayed = y.clone()
+        assert torch.equal(replayed, layer())
+
+
+def test_a_row_of_nan_stays_alone():
+    case = filled_case((512, 384), torch.bfloat16)
+    case.x[7] = float("nan")
+    case.ids[7] = torch.tensor([1, 3, 6, 11], dtype=torch.int32)
+    stored = store(case, "none", device="cuda")
+    y = run_step(with_roles(stored, case), case, stored)
+    assert y[7].isnan().all()
+    assert y[torch.arange(500, device="cuda") != 7].isfinite().all()
+
+
+def test_many_tokens_get_them_without_a_record():
+    case = cuda_case(4096, 2, 8, (256, 128), torch.bfloat16, seed=5)
+    stored = store(case, "none", device="cuda")
+    backend = FusedMoeBackend(records=lambda problem, limits: None)
+    choice = backend.choose(stored.problem(case), case.x.device)
+    assert choice.gate_up.roles
+    assert choice.down.roles
+    assert relative_error(run_step(backend, case, stored), expected(case, stored)) < stored.tolerance
