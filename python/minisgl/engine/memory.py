@@ -225,16 +225,21 @@ def workspace_bytes(sizes: ModelSizes, setup: Setup) -> int:
 def step_bytes(sizes: ModelSizes, setup: Setup) -> int:
     """Peak bytes of the temporaries of one step of `step_tokens` tokens, outside of the MoE workspace.
 
-    Four [T, D] tensors live through a layer (its input, the residual stream before and after, the normed input). On top comes
-    the largest of: an RMSNorm over D, the projections with the norm or the rotation of q, or a dense MLP. A norm holds two
-    float32 tensors and one in the model's dtype. Read off layers/{norm,attention,mlp}.py; the sampler is `sampler_bytes`.
+    Four [T, D] tensors live through a layer: its input and the residual stream before and after the norm. On top comes the
+    largest of: an RMSNorm over D, the projections with the norm or the rotation of q, or a dense MLP. Kernels norm and rotate
+    in registers: beside qkv they leave q, attention's result and its projection. Without them a norm holds two float32
+    tensors and one in the model's dtype. Read off layers/{norm,attention,mlp}.py; the sampler is `sampler_bytes`.
     """
     item, tokens, dim = setup.dtype.itemsize, setup.step_tokens, sizes.model_dim
     q_dim, kv_dim = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    norm = (8 + item) * dim
-    attention = (q_dim + 2 * kv_dim) * item + ((8 + item) * q_dim if sizes.qk_norm else 3 * item * q_dim)
+    qkv = (q_dim + 2 * kv_dim) * item
     dense = 5 * item * sizes.hidden_dim if sizes.params["dense MLPs"] else 0
-    return tokens * (4 * item * dim + max(norm, attention, dense))
+    if setup.on_cuda:
+        largest = max(qkv + (2 * q_dim + dim + sizes.head_dim) * item, dense)
+    else:
+        rotated = (8 + item) * q_dim if sizes.qk_norm else 3 * item * q_dim
+        largest = max((8 + item) * dim, qkv + rotated, dense)
+    return tokens * (4 * item * dim + largest)
 
 
 def sampler_bytes(num_rows: int, vocab_size: int) -> int:
