@@ -62,7 +62,9 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Captured decode steps of one decoder. bytes: device memory that capturing took; seconds: how long it took."""
+    """Captured decode steps of one decoder. num_bytes: device memory that they keep, the driver's own aside; seconds: how long
+    capturing took.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class DecodeGraphs:
         self._decoder, self._caches, self._group = decoder, caches, group
         self.sizes = sorted(sizes)
         torch.cuda.empty_cache()  # a capture does so, too; here, so that what it gives back is not taken off its bytes
-        start, free = time.perf_counter(), torch.cuda.mem_get_info(table.device)[0]
+        start, before = time.perf_counter(), torch.cuda.memory_reserved(table.device)
         largest = self.sizes[-1]
         self._inputs = DecodeInputs(largest, table, max_seq_len)
         self._logits_SV = torch.empty((largest, decoder.spec.vocab_size), device=table.device)
@@ -84,7 +86,8 @@ class DecodeGraphs:
         self._captured = {size: self._capture(size, pool) for size in reversed(self.sizes)}
         torch.cuda.synchronize(table.device)
         self.seconds = time.perf_counter() - start
-        self.num_bytes = max(0, free - torch.cuda.mem_get_info(table.device)[0])
+        torch.cuda.empty_cache()
+        self.num_bytes = torch.cuda.memory_reserved(table.device) - before
 
     def run(self, arrays: StepArrays) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits [B, V] of a decode step and the rows [B] of the page table they belong to, both on the device and valid until
