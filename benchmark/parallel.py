@@ -241,12 +241,12 @@ def run_case(case: Case, layers: Layers, real: TorchGroup) -> dict[str, object]:
     }
 
 
-def peer_sum(place: Rendezvous, rank: int, device: torch.device) -> PeerSum | None:
+def peer_sum(place: Rendezvous, device: torch.device) -> PeerSum | None:
     """What the engine's ranks add up few rows with, where it works."""
     if device.type != "cuda" or not reach_each_other(place.size):
         return None
-    name = f"benchmark-{place.port}"
-    return PeerSum(name, rank, place.size, dist.distributed_c10d._get_default_store(), device)
+    store = dist.distributed_c10d._get_default_store()
+    return PeerSum(f"benchmark-{place.port}", dist.group.WORLD, store, device)
 
 
 def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse.Namespace) -> None:
@@ -258,7 +258,7 @@ def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     url = f"tcp://{place.address}:{place.port}"
     dist.init_process_group(backend_for(device), init_method=url, rank=rank, world_size=place.size)
-    group = TorchGroup(dist.group.WORLD, device, peer_sum(place, rank, device) if args.peer_memory else None)
+    group = TorchGroup(dist.group.WORLD, device, peer_sum(place, device) if args.peer_memory else None)
     made, layers, done = "", None, 0
     found: Entry = {}
     for case in cases:

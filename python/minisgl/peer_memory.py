@@ -14,6 +14,8 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
 from torch.distributed import PrefixStore, Store  # type: ignore[reportPrivateImportUsage]
 from torch.distributed._symmetric_memory import _SymmetricMemory  # type: ignore[reportPrivateImportUsage]
 
@@ -36,13 +38,17 @@ class PeerSum:
     """The sum of all ranks' tensors, for those that `fits` says yes to. graph-safe: the host never waits."""
 
     def __init__(
-        self, name: str, rank: int, size: int, store: Store, device: torch.device, capacity: int = CAPACITY
+        self, name: str, process_group: Any, store: Store, device: torch.device, capacity: int = CAPACITY
     ) -> None:
         """Every rank must call it at the same time, with the same name, which no earlier one in any of the processes had:
-        PyTorch keeps what it knows of a name. store: where ranks meet. Raises RuntimeError where memory can't be shared.
+        PyTorch keeps what it knows of a name, and gives the groups of a second model the names of the first one's. store:
+        where ranks meet. Raises RuntimeError where memory can't be shared.
         """
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._name, self._capacity = name, capacity
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        # until the default group is destroyed
+        _register_process_group(name, process_group)  # type: ignore[reportArgumentType]
         _SymmetricMemory.set_group_info(name, rank, size, PrefixStore(name, store))
         self._buffer = _SymmetricMemory.empty_strided_p2p((capacity,), (1,), torch.uint8, device)
         self._shared: Any = _SymmetricMemory.rendezvous(self._buffer, name)

@@ -154,7 +154,7 @@ class ConnectedRanks(Ranks):
         if rank == 0:
             self._store.set("peer-sum", f"minisgl-{uuid.uuid4().hex}")
         try:
-            found = PeerSum(self._store.get("peer-sum").decode(), rank, size, self._store, device)
+            found = PeerSum(self._store.get("peer-sum").decode(), self._tensors, self._store, device)
         except RuntimeError as error:
             logger.warning("sums of few rows go through NCCL: the GPUs share no memory (%s)", error)
             found = None
