@@ -14,17 +14,15 @@ from minisgl.moe.torch_backend import TorchMoeBackend
 from tests.interpret.moe.steps import Stored, run_step, store
 from tests.moe_oracle import MoeCase, random_case, relative_error
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-def unavailable() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device"
+
+@pytest.fixture(autouse=True)
+def _needs_hopper_and_its_gluon():
     limits = DeviceLimits.of(torch.device("cuda"))
     if not limits.gluon or limits.capability != (9, 0):
-        return "needs compute capability 9.0, and the Triton for whose Gluon the kernels are written"
-    return None
+        pytest.skip("needs compute capability 9.0, and the Triton for whose Gluon the kernels are written")
 
-
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() or "")
 
 FORMATS = [("none", torch.bfloat16), ("none", torch.float16), ("fp8", torch.bfloat16)]
 DIMS = [(256, 128), (512, 384), (2048, 768)]
@@ -35,7 +33,8 @@ def cuda_case(
     num_tokens: int, top_k: int, experts: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
 ) -> MoeCase:
     case = random_case(num_tokens, top_k, experts, *dims, dtype=dtype, seed=seed)
-    return MoeCase(**{name: None if t is None else t.cuda() for name, t in vars(case).items()})
+    tensors = {name: getattr(case, name) for name in vars(case)}
+    return MoeCase(**{name: t.cuda() if t is not None else None for name, t in tensors.items()})
 
 
 def filled_case(dims: tuple[int, int], dtype: torch.dtype) -> MoeCase:

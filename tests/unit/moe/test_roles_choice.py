@@ -89,6 +89,7 @@ def test_a_record_with_roles_gives_the_same_tiles_elsewhere(tmp_path):
     Records(tmp_path).add(wanted, card, choice, 1.0)
     assert Records(tmp_path).lookup(wanted, card) == {4096: choice}
     plain = Records(tmp_path).lookup(wanted, replace(card, gluon=False))
+    assert plain is not None
     assert plain == {4096: without_roles(choice)}
     assert (plain[4096].gate_up.block_n, plain[4096].gate_up.num_warps) == (128, 8)
     assert not plain[4096].gate_up.roles
