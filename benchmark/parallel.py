@@ -34,7 +34,6 @@ from minisgl.moe.registry import make_backend
 from minisgl.moe.store import ResidentStore
 from minisgl.moe.store.shard import ExpertSpread
 from minisgl.parallel import Flight, Group, Rendezvous, TorchGroup, backend_for
-from minisgl.peer_memory import PeerSum, reach_each_other
 from record import append_record
 
 SHAPES = {  # D, F, experts, top-k
@@ -241,14 +240,6 @@ def run_case(case: Case, layers: Layers, real: TorchGroup) -> dict[str, object]:
     }
 
 
-def peer_sum(place: Rendezvous, device: torch.device) -> PeerSum | None:
-    """What the engine's ranks add up few rows with, where it works."""
-    if device.type != "cuda" or not reach_each_other(place.size):
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    return PeerSum(f"benchmark-{place.port}", dist.group.WORLD, store, device)
-
-
 def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse.Namespace) -> None:
     """What one process does. Cases are in the order of formats, whose layers are made once."""
     torch.set_num_threads(1)
@@ -258,7 +249,7 @@ def run_rank(rank: int, place: Rendezvous, cases: Sequence[Case], args: argparse
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
     url = f"tcp://{place.address}:{place.port}"
     dist.init_process_group(backend_for(device), init_method=url, rank=rank, world_size=place.size)
-    group = TorchGroup(dist.group.WORLD, device, peer_sum(place, device) if args.peer_memory else None)
+    group = TorchGroup(dist.group.WORLD, device)
     made, layers, done = "", None, 0
     found: Entry = {}
     for case in cases:
@@ -300,9 +291,6 @@ def main() -> None:
         "--write-record",
         action="store_true",
         help="let --moe-ep-dispatch auto go by the first format's times",
-    )
-    parser.add_argument(
-        "--no-peer-memory", dest="peer_memory", action="store_false", help="add up few rows by NCCL, too"
     )
     parser.add_argument("--dry", action="store_true", help="write no record")
     args = parser.parse_args()

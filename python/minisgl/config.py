@@ -259,10 +259,6 @@ class ParallelConfig:
         "what carries tensors between ranks; auto is nccl on CUDA, gloo on CPUs",
         choices=("auto", "nccl", "gloo"),
     )
-    disable_peer_memory: bool = flag(
-        False,
-        "sums of few rows go through NCCL, too, and not through memory that the GPUs of a machine read of each other",
-    )
     collective_timeout: float | None = flag(
         None,
         "seconds one rank may keep the others waiting inside a step; default 10 on gloo and 60 on nccl, where ranks also "

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minisgl.peer_memory import PeerSum
-
 START_TIMEOUT = timedelta(minutes=10)
 """How long ranks may take to find each other: nodes of a cluster rarely start in the same minute."""
 
@@ -122,11 +120,9 @@ class PlannedGroup(Group):
 class TorchGroup(Group):
     """Ranks of a torch.distributed process group."""
 
-    def __init__(self, process_group: Any, device: torch.device, small_sums: PeerSum | None = None) -> None:
-        """device: where the tensors are. Gloo moves CUDA tensors through host memory: slow, and good enough for tests.
-        small_sums: what adds up the tensors that fit it, in place of the process group.
-        """
-        self._group, self._small_sums = process_group, small_sums
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        """device: where the tensors are. Gloo moves CUDA tensors through host memory: slow, and good enough for tests."""
+        self._group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         gloo = dist.get_backend(process_group) == "gloo"
         self.graph_safe = not gloo
@@ -135,8 +131,6 @@ class TorchGroup(Group):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         mine = self._host(x.contiguous())
-        if self._small_sums is not None and self._small_sums.fits(mine):
-            return self._small_sums(mine)
         dist.all_reduce(mine, group=self._group)
         return mine.to(x.device)
 

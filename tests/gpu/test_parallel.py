@@ -60,13 +60,10 @@ def test_two_gpus_over_nccl(tmp_path: Path, name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("options", [{}, {"disable_peer_memory": True}], ids=["peer memory", "nccl"])
-def test_a_rank_that_dies_ends_the_step(tmp_path: Path, options: dict[str, Any]) -> None:
-    """The other GPU waits inside a kernel for it, from which no timeout of the host can wake it."""
+def test_a_rank_that_dies_ends_the_step(tmp_path: Path) -> None:
+    """The other GPU waits inside a kernel for it, until the watching thread aborts the group."""
     make_model(tmp_path, "qwen3_moe")
-    llm = LLM(
-        str(tmp_path), device="cuda", dtype="bfloat16", num_pages=200, tensor_parallel_size=2, **options
-    )
+    llm = LLM(str(tmp_path), device="cuda", dtype="bfloat16", num_pages=200, tensor_parallel_size=2)
     ranks = llm.engine.ranks
     assert isinstance(ranks, ConnectedRanks)
     stream = llm.stream(
@@ -80,15 +77,6 @@ def test_a_rank_that_dies_ends_the_step(tmp_path: Path, options: dict[str, Any])
             pass
     assert time.monotonic() - start < 20
     llm.close()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_peer_memory_is_used(tmp_path: Path) -> None:
-    make_model(tmp_path, "qwen3_moe")
-    for _ in range(2):  # a second group of ranks, in the same process
-        with LLM(str(tmp_path), device="cuda", dtype="float32", num_pages=200, tensor_parallel_size=2) as llm:
-            assert isinstance(llm.engine.ranks, ConnectedRanks)
-            assert llm.engine.ranks._small_sums is not None
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:

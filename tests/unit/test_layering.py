@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "python" / "minisgl"
 RANKS = {
-    "core": 0, "eviction": 0, "flags": 0, "measured": 0, "peer_memory": 0, "text": 1, "config": 1, "resolve": 2,
-    "parallel": 2, "attention": 3, "kvcache": 3, "moe": 3, "layers": 4, "models": 5, "engine": 6, "scheduler": 7,
+    "core": 0, "eviction": 0, "flags": 0, "measured": 0, "text": 1, "config": 1, "resolve": 2, "parallel": 2,
+    "attention": 3, "kvcache": 3, "moe": 3, "layers": 4, "models": 5, "engine": 6, "scheduler": 7,
     "planner": 8, "llm": 9, "convert": 9, "server": 10, "generate": 10, "tune": 10, "demo": 11, "cli": 12,
     "__main__": 13, "__init__": 13,
 }  # fmt: skip

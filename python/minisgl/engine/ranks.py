@@ -14,14 +14,12 @@ its own shards and repeats the steps that rank 0 sends (`engine/worker.py`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,9 +37,6 @@ from minisgl.engine.step import Chunk, EngineLost
 from minisgl.engine.watch import Watch
 from minisgl.engine.wire import decode_chunks, encode_chunks
 from minisgl.parallel import SOLO, START_TIMEOUT, Group, Rendezvous, TorchGroup, backend_for
-from minisgl.peer_memory import PeerSum, reach_each_other
-
-logger = logging.getLogger(__name__)
 
 _HEAD = 512  # whole numbers of the first broadcast: its length, and most decode steps entirely
 _STOP = -1
@@ -109,7 +104,6 @@ class ConnectedRanks(Ranks):
         self.place, self.children = place, list(children)
         self.is_follower = place.rank > 0
         self._failure: str | None = None
-        self._small_sums: PeerSum | None = None
         self._closed = False
         self._store = store
         device, parallel = self.device(config.model.device), config.parallel
@@ -135,30 +129,12 @@ class ConnectedRanks(Ranks):
             )
             self._steps: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
             self._tensors: Any = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout))
-            self._small_sums = self._make_small_sums(device, backend)
-        self.group = TorchGroup(self._tensors, device, self._small_sums)
+        self.group = TorchGroup(self._tensors, device)
 
     def device(self, kind: str) -> torch.device:
         if kind != "cuda":
             return torch.device(kind)
         return torch.device("cuda", self.place.local_rank % torch.cuda.device_count())
-
-    def _make_small_sums(self, device: torch.device, backend: str) -> PeerSum | None:
-        """Peer memory where all ranks agree that it works: on one machine, whose GPUs can read each other's."""
-        rank, size = self.place.rank, self.place.size
-        if backend != "nccl" or self.config.parallel.disable_peer_memory:
-            return None
-        first = TorchGroup(self._tensors, device)
-        if not first.smallest(int(self.num_neighbours == size and reach_each_other(size))):
-            return None
-        if rank == 0:
-            self._store.set("peer-sum", f"minisgl-{uuid.uuid4().hex}")
-        try:
-            found = PeerSum(self._store.get("peer-sum").decode(), self._tensors, self._store, device)
-        except RuntimeError as error:
-            logger.warning("sums of few rows go through NCCL: the GPUs share no memory (%s)", error)
-            found = None
-        return found if first.smallest(int(found is not None)) else None
 
     def wait_ready(self) -> None:
         self._meet("ready", _FOREVER)
@@ -244,8 +220,6 @@ class ConnectedRanks(Ranks):
         self._kill_children()
         with contextlib.suppress(Exception):
             self._tensors.abort()
-        if self._small_sums is not None:
-            self._small_sums.release()
 
     def _dead_child(self) -> str | None:
         for rank, child in enumerate(self.children, start=1):
