@@ -62,6 +62,24 @@ def test_single_words(name, group, symmetric, monkeypatch):
     assert relative_error(y, expected(case, stored)) < stored.tolerance
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("factor", [2.0**30, 2.0**-30])
+def test_activations_that_float16_cannot_hold(name, factor, monkeypatch):
+    """Large and small ones, in neighbouring columns too, and a row of zeros."""
+    needs_fp8(name)
+    case = cuda_case(4, 3, 5, 1024, 384, seed=4)
+    stored = store(case, name, device="cuda")
+    x = case.x * factor
+    x[1, ::3] *= 2.0**-30
+    x[2, :512] *= 2.0**10
+    x[3] = 0
+    scaled = replace(case, x=x)
+    y, want = run_step(backend_with(FOURS[name], monkeypatch), scaled, stored), expected(scaled, stored)
+    for row in range(3):  # rows differ in size, so one by one
+        assert relative_error(y[row], want[row]) < stored.tolerance
+    assert not y[3].any()
+
+
 def test_rows_of_x_that_start_anywhere(monkeypatch):
     """x that isn't on 16 bytes, nor even on 4."""
     case = cuda_case(3, 3, 5, 1024, 384, seed=3)

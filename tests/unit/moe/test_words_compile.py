@@ -87,6 +87,16 @@ def test_int4_is_multiplied_by_tensor_cores_where_a_group_is_a_quads(compiled):
             assert ("mma.sync" in kernel.asm["ptx"]) == products
 
 
+@pytest.mark.parametrize("format_name", ["int8", "fp8", "fp8_block"])
+def test_bytes_are_multiplied_by_tensor_cores_where_a_thread_has_four_words(format_name, compiled):
+    task = problem(format_name)
+    singles = Tiles(4, 128, 4)
+    for choice in (direct_heuristic(task, H200), Choice("direct", 1, singles, Tiles(4, 128, 8))):
+        compile_choice(CompileTask(task, choice))
+        for kernel in compiled.values():
+            assert ("mma.sync" in kernel.asm["ptx"]) == (choice.gate_up != singles)
+
+
 @pytest.mark.parametrize("format_name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("gemm", ["gate_up", "down"])
 def test_candidates_leave_four_words_for_every_thread(format_name, gemm):

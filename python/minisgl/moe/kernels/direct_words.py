@@ -17,7 +17,7 @@ import triton.language as tl
 from minisgl.moe.kernels.dependent import start_next, wait_for_previous
 from minisgl.moe.kernels.product import activated
 from minisgl.moe.kernels.reduce import add_up, load_route_weights
-from minisgl.moe.kernels.words import dot_two, load_even, load_x, per_word, x_sums
+from minisgl.moe.kernels.words import dot_two, load_even, load_x, per_word, prepared
 
 
 @triton.jit
@@ -146,24 +146,23 @@ def _by_group(tile, GROUPS: tl.constexpr):
 
 @triton.jit
 def _add_step(
-    acc_a, acc_b, words, params, x, FORMAT: tl.constexpr, GROUPED: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr
+    acc_a, acc_b, words, params, x, FORMAT: tl.constexpr, GROUPS: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """acc plus one step; with groups acc has a column a group, else a column a word."""
-    sums = x_sums(x, FORMAT, FOURS, ASM)
+    """acc (None: zero) plus one step; with groups acc has a column a group, else one a word or four words."""
+    x, sums = prepared(x, FORMAT, FOURS, ASM)
     dot_a, dot_b = dot_two(words[0], words[1], x, sums, FORMAT, FOURS, ASM)
-    if GROUPED:
-        GROUPS: tl.constexpr = acc_a.shape[2]
+    if GROUPS > 0:
         dot_a, dot_b = _by_group(dot_a, GROUPS), _by_group(dot_b, GROUPS)
         if FORMAT == "int4":
             sums = _by_group(sums, GROUPS)
             dot_a -= (128.0 + params[2]) * sums
             dot_b -= (128.0 + params[3]) * sums
-        acc_a += dot_a * params[0]
-        acc_b += dot_b * params[1]
+        dot_a *= params[0]
+        dot_b *= params[1]
+    if acc_a is None:
+        return dot_a, dot_b
     else:
-        acc_a += dot_a
-        acc_b += dot_b
-    return acc_a, acc_b
+        return acc_a + dot_a, acc_b + dot_b
 
 
 @triton.jit
@@ -174,9 +173,8 @@ def multiply_rows(
 ):  # fmt: skip
     """Float32 dot products [EXPERTS, HEIGHT] of two tiles with rows x_row of x. xs, words and params: the steps that were
     loaded before; the others are loaded here."""
-    COLUMNS: tl.constexpr = BLOCK_K // per_word(FORMAT) if GROUP == 0 else BLOCK_K // GROUP
-    acc_a = tl.zeros((EXPERTS, HEIGHT, COLUMNS), tl.float32)
-    acc_b = tl.zeros((EXPERTS, HEIGHT, COLUMNS), tl.float32)
+    GROUPS: tl.constexpr = 0 if GROUP == 0 else BLOCK_K // GROUP
+    acc_a, acc_b = None, None
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         if i < len(words):
             x_i, words_i, params_i = xs[i], words[i], params[i]
@@ -184,7 +182,7 @@ def multiply_rows(
             words_i = _load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL)
             x_i = _load_x_step(x, x_row, here, i, K, BLOCK_K, FORMAT, ALL, FOURS, ASM)
             params_i = _load_params(rows, here, i, K, BLOCK_K, GROUP, HAS_ZERO, ALL)
-        acc_a, acc_b = _add_step(acc_a, acc_b, words_i, params_i, x_i, FORMAT, GROUP > 0, FOURS, ASM)
+        acc_a, acc_b = _add_step(acc_a, acc_b, words_i, params_i, x_i, FORMAT, GROUPS, FOURS, ASM)
     return tl.sum(acc_a, 2), tl.sum(acc_b, 2)
 
 

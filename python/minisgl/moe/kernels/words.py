@@ -2,14 +2,17 @@
 
 The decode kernels of `direct_words` read weights as int32 words, four of them (16 bytes) a thread at a time, and
 never leave registers: no shared memory, no K loop that waits. What is left to be cheap is arithmetic. Instructions a
-weight, counting what a thread issues:
+weight, counting what a thread issues, on the ordinary cores and on the tensor cores ("quads", wherever a thread holds
+four words of a row):
 
     int8    1 byte permute, 1 FMA: the byte goes into the mantissa of 32768.0, whose bit 8 is worth one
     fp8     1/2 conversion of two codes to two float16, 1 to float32, 1 FMA
     int4    1.9 for shift and mask, 1 FMA: `0x4300 | code` is 128 + code in the upper half of a float32
-    int4 through the tensor cores ("quads")   7/8 for shift and mask of two codes at once, 1/8 product
+    int8, quads   1/2 byte permute into the mantissas of two float16 of 1024, 1/4 to flip signs, 1/8 product
+    fp8, quads    1/2 conversion of two codes to two float16, 1/8 product
+    int4, quads   7/8 for shift and mask of two codes at once, 1/8 product
 
-Constants such as 32768 + 128 come off again through the sum of the activations that met the word.
+Constants such as 1024 + 128 come off again through the sum of the activations that met the word.
 
 Quads. A product m16n8k16 has 16 rows of weights, 8 columns of activations. Four neighbouring lanes (a quad) hold two
 of those rows and one of the columns; the product of quad q's rows with its own column stands on the diagonal. So if
@@ -17,6 +20,10 @@ every quad brings its own activations, the instruction is eight independent pair
 and nothing has to be rearranged among lanes. Seven eighths of the tensor cores' work is thrown away; they have it to
 spare. What it needs of the layout: the four lanes of a quad hold one row of the tile, i.e. lanes run along K first
 and a row has at least 16 words. Triton lays out coalesced tiles that way, `tests/unit/moe` checks that it does.
+
+With 8-bit codes that product is one of float16, whose exponents don't reach as far as bf16's. So a quad scales its
+activations by the power of two that puts the largest of them just below 2^15, which is exact, and the sum back: what
+that rounds away is 2^-38 of the largest. A thread does so once for all rows of weights that it holds.
 
 Without ASM (interpreter, activations other than bf16) codes are converted one by one.
 """
@@ -29,38 +36,22 @@ import triton.language as tl
 _BYTE_OFFSET = tl.constexpr(32768.0 + 128.0)
 
 
-def _int8_words(outputs: list[str], words: list[str], x: list[str], starts: list[str]) -> str:
-    """outputs = starts + dots of words with four of x each, every code raised by 32768 + 128."""
-    lines = ["{", ".reg .b32 u, f;", ".reg .f32 s;"]
-    for j, word in enumerate(words):
-        lines += [f"xor.b32 u, {word}, 0x80808080;", f"mov.f32 s, {starts[j]};"]
-        for i in range(4):
-            lines += [f"prmt.b32 f, u, 0x47000000, 0x74{i}4;", f"fma.rn.f32 s, f, {x[4 * j + i]}, s;"]
-        lines.append(f"mov.f32 {outputs[j]}, s;")
-    return "\n".join([*lines, "}"])
+def _int8_asm() -> str:
+    """$0 = $6 + dot of the four codes of $1, each raised by 32768 + 128, with $2 .. $5."""
+    lines = ["{", ".reg .b32 u, f;", ".reg .f32 s;", "xor.b32 u, $1, 0x80808080;", "mov.f32 s, $6;"]
+    for i in range(4):
+        lines += [f"prmt.b32 f, u, 0x47000000, 0x74{i}4;", f"fma.rn.f32 s, f, ${2 + i}, s;"]
+    return "\n".join([*lines, "mov.f32 $0, s;", "}"])
 
 
-def _fp8_words(outputs: list[str], words: list[str], x: list[str]) -> str:
-    """outputs = dots of words of E4M3 codes with four of x each."""
+def _fp8_asm() -> str:
+    """$0 = dot of the four E4M3 codes of $1 with $2 .. $5."""
     lines = ["{", ".reg .b16 low, high, a, b, c, d;", ".reg .b32 p, q;", ".reg .f32 f, s;"]
-    for j, word in enumerate(words):
-        lines += [f"mov.b32 {{low, high}}, {word};"]
-        lines += ["cvt.rn.f16x2.e4m3x2 p, low;", "cvt.rn.f16x2.e4m3x2 q, high;"]
-        lines += ["mov.b32 {a, b}, p;", "mov.b32 {c, d}, q;"]
-        lines += ["cvt.f32.f16 f, a;", f"mul.rn.f32 s, f, {x[4 * j]};"]
-        for i, half in enumerate("bcd"):
-            lines += [f"cvt.f32.f16 f, {half};", f"fma.rn.f32 s, f, {x[4 * j + 1 + i]}, s;"]
-        lines.append(f"mov.f32 {outputs[j]}, s;")
-    return "\n".join([*lines, "}"])
-
-
-def _operands(first: int, count: int) -> list[str]:
-    return [f"${i}" for i in range(first, first + count)]
-
-
-def _x_of_four_words(first: int) -> list[str]:
-    """Operands of the 16 x of four words, that come as four tiles: low and high halves of pairs 0 .. 3, then of 4 .. 7."""
-    return [f"${first + 8 * (pair // 4) + 4 * half + pair % 4}" for pair in range(8) for half in range(2)]
+    lines += ["mov.b32 {low, high}, $1;", "cvt.rn.f16x2.e4m3x2 p, low;", "cvt.rn.f16x2.e4m3x2 q, high;"]
+    lines += ["mov.b32 {a, b}, p;", "mov.b32 {c, d}, q;", "cvt.f32.f16 f, a;", "mul.rn.f32 s, f, $2;"]
+    for i, half in enumerate("bcd"):
+        lines += [f"cvt.f32.f16 f, {half};", f"fma.rn.f32 s, f, ${3 + i}, s;"]
+    return "\n".join([*lines, "mov.f32 $0, s;", "}"])
 
 
 def _int4_asm() -> str:
@@ -87,6 +78,7 @@ _DIAGONAL = [  # on: this lane has the element of the diagonal; odd: it is the s
     "setp.ne.u32 odd, bit, 0;",
 ]
 _PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{d0, d1, d2, d3}}, {{{}}}, {{{}, {}}}, {{d0, d1, d2, d3}};"
+_HALF_PRODUCT = _PRODUCT.replace(".bf16.bf16.", ".f16.f16.")
 _ZEROS = [f"mov.f32 d{i}, 0f00000000;" for i in range(4)]
 
 
@@ -117,14 +109,71 @@ def _quad_sum_asm() -> str:
     return "\n".join([*lines, *(f"mov.f32 ${i}, 0f00000000;" for i in (1, 2, 3)), "}"])
 
 
-_INT8 = tl.constexpr(_int8_words(["$0"], ["$1"], _operands(2, 4), ["$6"]))
-_FP8 = tl.constexpr(_fp8_words(["$0"], ["$1"], _operands(2, 4)))
-_INT8_FOUR = tl.constexpr(
-    _int8_words(_operands(0, 4), _operands(4, 4), _x_of_four_words(8), _operands(24, 4))
-)
-_FP8_FOUR = tl.constexpr(_fp8_words(_operands(0, 4), _operands(4, 4), _x_of_four_words(8)))
-_FOUR = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 4 + ["f"] * 16))
-_FOUR_WITH_START = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 4 + ["f"] * 20))
+def _float16_asm(int8: bool) -> str:
+    """Pairs of bf16 $16 .. $23, times a power of two, as float16 $0 .. $7; $8: what undoes it on the diagonal, 0 elsewhere.
+    int8: $12 is minus the sum of the quad's activations times the offset of codes, on the diagonal."""
+    lines = ["{", ".reg .b32 m, t, e, s, low, high, one;", ".reg .f32 d0, d1, d2, d3, back;", *_DIAGONAL]
+    lines += ["max.xorsign.abs.bf16x2 m, $16, $17;"]
+    lines += [f"max.xorsign.abs.bf16x2 m, m, ${i};" for i in range(18, 24)]
+    lines += ["prmt.b32 t, m, m, 0x1032;", "max.xorsign.abs.bf16x2 m, m, t;"]
+    for lane in (1, 2):
+        lines += [f"shfl.sync.bfly.b32 t, m, {lane}, 31, -1;", "max.xorsign.abs.bf16x2 m, m, t;"]
+    # The largest is 2^(e - 127) or more. Times 2^(141 - e), whose own exponent has to fit its 8 bits.
+    lines += ["shr.u32 e, m, 7;", "and.b32 e, e, 255;", "max.u32 e, e, 15;"]
+    lines += ["sub.u32 s, 268, e;", "shl.b32 s, s, 7;", "prmt.b32 s, s, s, 0x1010;"]
+    lines += ["sub.u32 e, e, 14;", "shl.b32 e, e, 23;", "selp.b32 e, e, 0, on;", "mov.b32 back, e;"]
+    for i in range(8):
+        lines += [f"mul.rn.bf16x2 t, ${16 + i}, s;", "shl.b32 low, t, 16;", "and.b32 high, t, 0xFFFF0000;"]
+        lines.append(f"cvt.rn.f16x2.f32 ${i}, high, low;")
+    lines += ["mov.f32 $8, back;", *(f"mov.f32 ${i}, 0f00000000;" for i in (9, 10, 11, 13, 14, 15))]
+    if int8:
+        lines += ["mov.b32 one, 0x3C003C00;", *_ZEROS]
+        lines += [_HALF_PRODUCT.format("one, one, one, one", f"${i}", f"${i + 1}") for i in range(0, 8, 2)]
+        lines += ["selp.f32 d0, d1, d0, odd;", "mul.rn.f32 d0, d0, back;"]
+        lines.append("mul.rn.f32 $12, d0, 0fC4900000;")  # -(1024 + 128)
+    else:
+        lines.append("mov.f32 $12, 0f00000000;")
+    return "\n".join([*lines, "}"])
+
+
+def _byte_quad_asm(int8: bool) -> str:
+    """Words $8 .. $11 of one tile and $12 .. $15 of another, pairs of float16 $16 .. $23: sums $0 and $4 of the quad's rows
+    times $24, plus (int8, whose codes count as 1024 + 128 + code) $28."""
+    lines = [
+        "{",
+        ".reg .b16 low, high;",
+        ".reg .b32 u, a0, a1, a2, a3;",
+        ".reg .f32 d0, d1, d2, d3;",
+        *_ZEROS,
+    ]
+    for word in range(4):
+        for tile in range(2):  # a0 and a2 are columns of the first tile's row, a1 and a3 of the second's
+            source = f"${8 + 4 * tile + word}"
+            if int8:
+                lines.append(f"xor.b32 u, {source}, 0x80808080;")
+                lines.append(f"prmt.b32 a{tile}, u, 0x64646464, 0x4140;")
+                lines.append(f"prmt.b32 a{2 + tile}, u, 0x64646464, 0x4342;")
+            else:
+                lines.append(f"mov.b32 {{low, high}}, {source};")
+                lines.append(f"cvt.rn.f16x2.e4m3x2 a{tile}, low;")
+                lines.append(f"cvt.rn.f16x2.e4m3x2 a{2 + tile}, high;")
+        pair = 16 + 2 * word
+        lines.append(_HALF_PRODUCT.format("a0, a1, a2, a3", f"${pair}", f"${pair + 1}"))
+    lines += [*_DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 d2, d3, d2, odd;"]
+    for output, d in ((0, "d0"), (4, "d2")):
+        lines.append(f"fma.rn.f32 ${output}, {d}, $24, $28;" if int8 else f"mul.rn.f32 ${output}, {d}, $24;")
+    lines += [f"mov.f32 ${i}, 0f00000000;" for i in (1, 2, 3, 5, 6, 7)]
+    return "\n".join([*lines, "}"])
+
+
+_INT8 = tl.constexpr(_int8_asm())
+_FP8 = tl.constexpr(_fp8_asm())
+_FLOAT16 = tl.constexpr(_float16_asm(False))
+_FLOAT16_SUM = tl.constexpr(_float16_asm(True))
+_FLOAT16_CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["=&f"] * 8 + ["r"] * 8))
+_FP8_QUAD = tl.constexpr(_byte_quad_asm(False))
+_INT8_QUAD = tl.constexpr(_byte_quad_asm(True))
+_BYTE_QUAD_CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] * 16 + ["f"] * 8))
 _INT4 = tl.constexpr(_int4_asm())
 _QUAD = tl.constexpr(_quad_asm())
 _QUAD_SUM = tl.constexpr(_quad_sum_asm())
@@ -184,8 +233,7 @@ def load_x(
         return _low(pair), _high(pair)
     elif FOURS:
         pairs = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + word // 4 * 8 + word % 4)
-        a, b = load_even(pairs, inside, EVEN), load_even(pairs + 4, inside, EVEN)
-        return _low(a), _high(a), _low(b), _high(b)
+        return load_even(pairs, inside, EVEN), load_even(pairs + 4, inside, EVEN)
     elif ASM:
         four = load_even(x.to(tl.pointer_type(tl.int64)) + (row * (K // 4) + word), inside, EVEN)
         first, second = four.to(tl.int32), (four >> 32).to(tl.int32)
@@ -211,19 +259,10 @@ def _e4m3(code):
 
 
 @triton.jit
-def _dot(words, x, offset, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr):
-    """Float32 like words: the dot product of each word's codes; offset: of int8, see `x_sums`."""
+def _dot(words, x, offset, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Float32 like words: the dot product of each word's codes; offset: of int8, see `prepared`."""
     if FORMAT == "bf16":
         return tl.fma(_low(words), x[0], _high(words) * x[1])
-    elif FOURS:
-        if FORMAT == "int8":
-            return tl.inline_asm_elementwise(
-                _INT8_FOUR, _FOUR_WITH_START, [words, x[0], x[1], x[2], x[3], offset], tl.float32, True, 4
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                _FP8_FOUR, _FOUR, [words, x[0], x[1], x[2], x[3]], tl.float32, True, 4
-            )
     elif ASM:
         if FORMAT == "int8":
             return tl.inline_asm_elementwise(
@@ -253,28 +292,67 @@ def _dot(words, x, offset, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.co
 
 @triton.jit
 def dot_two(a, b, x, offset, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr):
-    """Dot products, float32 a word, of two tiles of words with the same x. int4 codes count as 128 + code. With FOURS
-    only the sum over the four lanes of a quad means something."""
-    if FOURS and FORMAT == "int4":
-        dot_a, dot_b = tl.inline_asm_elementwise(
-            _QUAD, _QUAD_CONSTRAINTS, [a, b, x[0], x[1], x[2], x[3]], (tl.float32, tl.float32), True, 4
-        )
+    """Dot products of two tiles of words with the same x (from `prepared`): float32 a word, or with FOURS a float32 for four
+    words, of which only the sum over the four lanes of a quad means something (bf16: a word). int4 codes count as
+    128 + code."""
+    if FOURS and FORMAT != "bf16":
+        if FORMAT == "int4":
+            dot_a, dot_b = tl.inline_asm_elementwise(
+                _QUAD, _QUAD_CONSTRAINTS, [a, b, x[0], x[1], x[2], x[3]], (tl.float32, tl.float32), True, 4
+            )
+        elif FORMAT == "int8":
+            dot_a, dot_b = tl.inline_asm_elementwise(
+                _INT8_QUAD,
+                _BYTE_QUAD_CONSTRAINTS,
+                [a, b, x[0], x[1], x[2], x[3]],
+                (tl.float32, tl.float32),
+                True,
+                4,
+            )
+        else:
+            dot_a, dot_b = tl.inline_asm_elementwise(
+                _FP8_QUAD,
+                _BYTE_QUAD_CONSTRAINTS,
+                [a, b, x[0], x[1], x[2], x[3]],
+                (tl.float32, tl.float32),
+                True,
+                4,
+            )
+        return first_of_four(dot_a), first_of_four(dot_b)
     else:
-        dot_a, dot_b = _dot(a, x, offset, FORMAT, FOURS, ASM), _dot(b, x, offset, FORMAT, FOURS, ASM)
-    return dot_a, dot_b
+        return _dot(a, x, offset, FORMAT, ASM), _dot(b, x, offset, FORMAT, ASM)
 
 
 @triton.jit
-def x_sums(x, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr):
-    """What must come off a word's dot product for its codes' offset: int4: the sum of its x, to be multiplied with the
-    offset; int8: minus offset times sum, where the dot product starts. 0 for fp8, whose codes have none."""
+def first_of_four(tile):
+    """Every fourth column of [experts, rows, words]: of four neighbours, which one thread holds, the others are zero."""
+    quads = tile.reshape(tile.shape[0], tile.shape[1], tile.shape[2] // 4, 2, 2)
+    return tl.split(tl.split(quads)[0])[0]
+
+
+@triton.jit
+def prepared(x, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr):
+    """x as `dot_two` takes it, and what must come off a word's dot product for its codes' offset. int4: the sum of its x, to be
+    multiplied with the offset. int8: minus offset times sum, where the dot product starts. 0 where there is no offset, or it
+    is part of x."""
     if FOURS and FORMAT == "int4":
-        return tl.inline_asm_elementwise(
+        sums = tl.inline_asm_elementwise(
             _QUAD_SUM, _QUAD_SUM_CONSTRAINTS, [x[0], x[1], x[2], x[3]], tl.float32, True, 4
         )
+        return x, first_of_four(sums)
     elif FORMAT == "int4":
-        return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
+        return x, ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
+    elif FOURS and FORMAT != "bf16":
+        if FORMAT == "int8":
+            ready = tl.inline_asm_elementwise(
+                _FLOAT16_SUM, _FLOAT16_CONSTRAINTS, [x[0], x[1]], (tl.int32, tl.int32, tl.float32, tl.float32), True, 4
+            )  # fmt: skip
+        else:
+            ready = tl.inline_asm_elementwise(
+                _FLOAT16, _FLOAT16_CONSTRAINTS, [x[0], x[1]], (tl.int32, tl.int32, tl.float32, tl.float32), True, 4
+            )  # fmt: skip
+        return ready, 0.0
     elif (FORMAT == "int8") and ASM:
-        return ((x[0] + x[1]) + (x[2] + x[3])) * -_BYTE_OFFSET
+        return x, ((x[0] + x[1]) + (x[2] + x[3])) * -_BYTE_OFFSET
     else:
-        return 0.0
+        return x, 0.0
