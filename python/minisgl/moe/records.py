@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from minisgl.moe.workspace import next_power_of_two
 def problem_key(problem: Problem) -> str:
     """One line that names a problem without its number of tokens."""
     shape = problem.shape
+    of = f"of{problem.num_experts}" if problem.num_experts > problem.num_slots else ""
     bias = ",bias" if shape.bias else ""
     return (
-        f"S{problem.num_slots},K{problem.top_k},D{shape.model_dim},F{shape.hidden_dim}{bias},"
+        f"S{problem.num_slots}{of},K{problem.top_k},D{shape.model_dim},F{shape.hidden_dim}{bias},"
         f"{problem.format},g{problem.group_size},{str(problem.dtype).removeprefix('torch.')},{problem.activation}"
     )
 
@@ -46,9 +47,13 @@ class Records:
         return Path(cache) / "minisgl" / "moe"
 
     def lookup(self, problem: Problem, limits: DeviceLimits) -> Record | None:
-        """Bucket -> choice, or None if nothing was measured. Where this Triton has no kernels whose warps have roles, the same
-        tiles for the others."""
-        buckets = self._of_gpu(limits.name).get(problem_key(problem))
+        """Bucket -> choice, or None if nothing was measured. For a rank's share of the experts what was measured with all,
+        whose slots get as many rows. Where this Triton has no kernels whose warps have roles, the same tiles for the others.
+        """
+        entries, whole = self._of_gpu(limits.name), problem
+        if problem.num_experts > problem.num_slots:
+            whole = replace(problem, num_slots=problem.num_experts, num_experts=0)
+        buckets = entries.get(problem_key(problem)) or entries.get(problem_key(whole))
         if not buckets:
             return None
         record = {bucket: choice_from_json(entry["choice"]) for bucket, entry in buckets.items()}
