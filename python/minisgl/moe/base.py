@@ -175,6 +175,7 @@ class Problem:
 
     num_tokens is the T of this call. num_slots is how many slots the layer has when all of its experts are resident;
     a store with fewer says the same number, so that kernels, tiles and therefore bits are those of the resident layer.
+    num_experts is how many experts routes may name, where other ranks hold some of them; 0: as many as there are slots.
     dtype is the activations' dtype. group_size is how many weights along K share a scale (int4, mxfp4, fp8_block), 0
     where a scale covers a whole row or none exists.
     """
@@ -187,6 +188,12 @@ class Problem:
     dtype: torch.dtype
     activation: Activation = "silu"
     group_size: int = 0
+    num_experts: int = 0
+
+    @property
+    def rows_per_slot(self) -> float:
+        """Expected, if routes go to all experts alike: what decides how high a block of rows is."""
+        return self.num_tokens * self.top_k / (self.num_experts or self.num_slots)
 
 
 def select_experts(

@@ -112,8 +112,7 @@ def select(
     measured = _lookup(record, tokens, None)
     if measured:
         return measured
-    rows_per_slot = tokens * problem.top_k / problem.num_slots
-    if tokens <= DIRECT_MAX_TOKENS and (tokens <= 2 or rows_per_slot <= 0.5):
+    if tokens <= DIRECT_MAX_TOKENS and (tokens <= 2 or problem.rows_per_slot <= 0.5):
         return direct_heuristic(problem, limits)
     return grouped_heuristic(problem, limits)
 
@@ -281,9 +280,8 @@ def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:
 
 def grouped_block_m(problem: Problem) -> int:
     """Rows a block: the next power of two of the expected rows a slot, so that most slots need one block."""
-    rows_per_slot = problem.num_tokens * problem.top_k / problem.num_slots
     block_m = 16
-    while block_m < rows_per_slot * 1.25 and block_m < largest_block_m(problem.num_tokens):
+    while block_m < problem.rows_per_slot * 1.25 and block_m < largest_block_m(problem.num_tokens):
         block_m *= 2
     return block_m
 
