@@ -9,7 +9,8 @@ same slot, by comparing all with all; then, knowing all counts, a program a chun
 finishes the slot's run.
 
 The usual count, prefix sum and scatter with atomics costs three launches, and its order within a run changes
-from call to call. Rows of x are made ready by the same launch (`rows`): further programs, one a row.
+from call to call. Rows of x are made ready by the same launch (`rows`): further programs, one a row, which don't wait
+for the kernel ahead. So that may be anything but the one that wrote x.
 """
 
 import triton
@@ -72,12 +73,12 @@ def align_kernel(
     PDL: tl.constexpr,
 ):
     slot = tl.program_id(0)
-    wait_for_previous(PDL)
-    start_next(PDL)
     if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
         if slot >= num_slots:
             prepare_row(x_TD, x_ready_TD, x_scale_T, slot - num_slots, D, BLOCK_D, ROW_MODE, UNIT)
             return
+    wait_for_previous(PDL)
+    start_next(PDL)
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_routes, CHUNK):
@@ -126,12 +127,12 @@ def count_kernel(
     PDL: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    wait_for_previous(PDL)
-    start_next(PDL)
     if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
         if chunk >= num_chunks:
             prepare_row(x_TD, x_ready_TD, x_scale_T, chunk - num_chunks, D, BLOCK_D, ROW_MODE, UNIT)
             return
+    wait_for_previous(PDL)
+    start_next(PDL)
     routes = chunk * CHUNK + tl.arange(0, CHUNK)
     slots = _load_slots(slots_R, routes, num_routes)
     counts = tl.histogram(tl.maximum(slots, 0), BINS, mask=slots >= 0)
