@@ -87,6 +87,18 @@ def test_int4_is_multiplied_by_tensor_cores_where_a_group_is_a_quads(compiled):
             assert ("mma.sync" in kernel.asm["ptx"]) == products
 
 
+@pytest.mark.parametrize(
+    ("capability", "format_name"), [(80, "int4"), (80, "int8"), (89, "fp8"), (89, "fp8_block")]
+)
+def test_arithmetic_of_older_devices(capability, format_name, compiled, monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", NamedTarget(capability))
+    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: False)
+    limits = DeviceLimits("older", divmod(capability, 10), 101_376, 100)
+    task = problem(format_name)
+    compile_choice(CompileTask(task, direct_heuristic(task, limits)))
+    assert all("mma.sync" in kernel.asm["ptx"] for kernel in compiled.values())
+
+
 @pytest.mark.parametrize("format_name", ["int8", "fp8", "fp8_block"])
 def test_bytes_are_multiplied_by_tensor_cores_where_a_thread_has_four_words(format_name, compiled):
     task = problem(format_name)

@@ -112,18 +112,21 @@ def _quad_sum_asm() -> str:
 def _float16_asm(int8: bool) -> str:
     """Pairs of bf16 $16 .. $23, times a power of two, as float16 $0 .. $7; $8: what undoes it on the diagonal, 0 elsewhere.
     int8: $12 is minus the sum of the quad's activations times the offset of codes, on the diagonal."""
-    lines = ["{", ".reg .b32 m, t, e, s, low, high, one;", ".reg .f32 d0, d1, d2, d3, back;", *_DIAGONAL]
-    lines += ["max.xorsign.abs.bf16x2 m, $16, $17;"]
-    lines += [f"max.xorsign.abs.bf16x2 m, m, ${i};" for i in range(18, 24)]
-    lines += ["prmt.b32 t, m, m, 0x1032;", "max.xorsign.abs.bf16x2 m, m, t;"]
+    lines = ["{", ".reg .b32 m, t, e, s, low, high, one, nz;", ".reg .f32 d0, d1, d2, d3, back;", *_DIAGONAL]
+    lines.append("mov.b32 nz, 0x80008000;")
+    lines.append("abs.bf16x2 m, $16;")
+    for i in range(17, 24):
+        lines += [f"abs.bf16x2 t, ${i};", "max.bf16x2 m, m, t;"]
+    lines += ["prmt.b32 t, m, m, 0x1032;", "max.bf16x2 m, m, t;"]
     for lane in (1, 2):
-        lines += [f"shfl.sync.bfly.b32 t, m, {lane}, 31, -1;", "max.xorsign.abs.bf16x2 m, m, t;"]
+        lines += [f"shfl.sync.bfly.b32 t, m, {lane}, 31, -1;", "max.bf16x2 m, m, t;"]
     # The largest is 2^(e - 127) or more. Times 2^(141 - e), whose own exponent has to fit its 8 bits.
     lines += ["shr.u32 e, m, 7;", "and.b32 e, e, 255;", "max.u32 e, e, 15;"]
     lines += ["sub.u32 s, 268, e;", "shl.b32 s, s, 7;", "prmt.b32 s, s, s, 0x1010;"]
     lines += ["sub.u32 e, e, 14;", "shl.b32 e, e, 23;", "selp.b32 e, e, 0, on;", "mov.b32 back, e;"]
     for i in range(8):
-        lines += [f"mul.rn.bf16x2 t, ${16 + i}, s;", "shl.b32 low, t, 16;", "and.b32 high, t, 0xFFFF0000;"]
+        lines.append(f"fma.rn.bf16x2 t, ${16 + i}, s, nz;")  # a product alone needs compute capability 9.0
+        lines += ["shl.b32 low, t, 16;", "and.b32 high, t, 0xFFFF0000;"]
         lines.append(f"cvt.rn.f16x2.f32 ${i}, high, low;")
     lines += ["mov.f32 $8, back;", *(f"mov.f32 ${i}, 0f00000000;" for i in (9, 10, 11, 13, 14, 15))]
     if int8:
