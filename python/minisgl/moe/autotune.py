@@ -18,7 +18,7 @@ import torch
 
 from minisgl.moe.base import Placement, Problem
 from minisgl.moe.candidates import candidates, neighbours
-from minisgl.moe.kernels import launch, launch_direct
+from minisgl.moe.kernels import launch, launch_direct, launch_few_rows
 from minisgl.moe.records import Records, problem_key
 from minisgl.moe.select import Choice, DeviceLimits, Kernel, Tiles
 from minisgl.moe.workspace import FP8_FORMATS, Workspace, next_power_of_two
@@ -112,7 +112,8 @@ class Tuner:
                 best[kernel] = (whole, choice)
         if not best:
             raise RuntimeError(f"no candidate runs on this device for {problem_key(case.problem)}")
-        microseconds, choice = best.get("grouped") or best["direct"]
+        shared = [found for kernel, found in best.items() if kernel != "direct"]
+        microseconds, choice = min(shared, key=lambda found: found[0]) if shared else best["direct"]
         if "direct" in best and best["direct"][0] < DIRECT_MARGIN * microseconds:
             microseconds, choice = best["direct"]
         self.records.add(case.problem, self.limits, choice, microseconds)
@@ -188,7 +189,7 @@ def _fastest(found: dict[Tiles, Timing], count: int) -> list[Tiles]:
 
 def prepare(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
     """What must have run before a single GEMM: alignment, which also makes the rows of x ready."""
-    if choice.kernel == "grouped":
+    if choice.kernel != "direct":
         buffers = workspace.claim(case.problem)
         slots_TK, num_slots = case.placement.slots_TK, case.placement.slab.num_slots
         launch.align(
@@ -207,6 +208,7 @@ def run_gemm(case: TuningCase, choice: Choice, workspace: Workspace, gemm: str) 
     """One GEMM of a step; down of the direct kernels with the sum over k that belongs to it."""
     problem, slab, buffers = case.problem, case.placement.slab, workspace.claim(case.problem)
     num_routes, model_dim = problem.num_tokens * problem.top_k, problem.shape.model_dim
+    gemms = launch_few_rows if choice.kernel == "few_rows" else launch
     if choice.kernel == "direct" and gemm == "gate_up":
         launch_direct.direct_gate_up(case.x_TD, case.placement, problem, choice.gate_up, True, buffers)
     elif choice.kernel == "direct" and choice.down.wide:
@@ -217,10 +219,10 @@ def run_gemm(case: TuningCase, choice: Choice, workspace: Workspace, gemm: str) 
         y_TD = torch.empty_like(case.x_TD)
         launch_direct.direct_down(y_TD, case.placement, case.weights_TK, problem, choice.down, buffers, True)
     elif gemm == "gate_up":
-        launch.gate_up(case.x_TD, slab, problem, choice, num_routes, buffers)
+        gemms.gate_up(case.x_TD, slab, problem, choice, num_routes, buffers)
     else:
         rows_RD = buffers.rows_RD(num_routes, model_dim, problem.dtype)
-        launch.down(rows_RD, slab, problem, choice, num_routes, buffers)
+        gemms.down(rows_RD, slab, problem, choice, num_routes, buffers)
 
 
 def run_step(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
@@ -233,6 +235,6 @@ def run_step(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
     if choice.kernel == "grouped" and codes:
         launch.quantize_activated(problem, choice.block_m, num_routes, buffers)
     run_gemm(case, choice, workspace, "down")
-    if choice.kernel == "grouped":
+    if choice.kernel != "direct":
         rows_RD = buffers.rows_RD(num_routes, problem.shape.model_dim, problem.dtype)
         launch.reduce(rows_RD, case.weights_TK, buffers, torch.empty_like(case.x_TD))

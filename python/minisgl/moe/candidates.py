@@ -15,16 +15,26 @@ from typing import Any
 from minisgl.moe.base import Problem
 from minisgl.moe.select import (
     CODES_PER_WORD,
+    FEW_ROWS_PAIR,
     PACKED_FORMATS,
     DeviceLimits,
     Kernel,
     Tiles,
     can_have_roles,
+    few_rows_block_m,
+    few_rows_heuristic,
     grouped_block_m,
+    reads_fragments,
     reads_words,
     roles_tiles,
 )
-from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
+from minisgl.moe.workspace import (
+    DIRECT_MAX_TOKENS,
+    FEW_ROWS_BLOCK_M,
+    FP8_FORMATS,
+    largest_block_m,
+    next_power_of_two,
+)
 
 BYTES_PER_WEIGHT = {"bf16": 2, "fp16": 2, "fp32": 4, "int4": 0.5, "mxfp4": 0.5}  # 1 elsewhere
 TILES_N = (1, 2, 3, 4, 6, 8)
@@ -142,6 +152,17 @@ def _plain_direct_tiles(problem: Problem, gemm: str) -> Iterator[Tiles]:
                         yield Tiles(block_n, block_k, num_warps, 1, preload=preload)
 
 
+def few_rows_tiles(block_m: int, gemm: str) -> Iterator[Tiles]:
+    """Candidates of the kernels for few rows: how many rows a warp and a program have, how many words are in flight."""
+    for num_warps in (1, 2, 4):
+        for pairs in (1, 2, 4):
+            for preload in (1, 2, 4):
+                for stages in (1, 2):
+                    if pairs * (preload * stages + block_m // 8) <= 12:  # registers
+                        block_n = pairs * FEW_ROWS_PAIR[gemm] * num_warps
+                        yield Tiles(block_n, 128, num_warps, stages, preload=preload)
+
+
 def neighbours(
     problem: Problem, limits: DeviceLimits, kernel: Kernel, block_m: int, gemm: str, tiles: Tiles
 ) -> Iterator[Tiles]:
@@ -151,7 +172,7 @@ def neighbours(
         return
     changes: list[dict[str, Any]] = [{"num_warps": n} for n in (tiles.num_warps * 2, tiles.num_warps // 2)]
     changes += [{"num_stages": n} for n in (tiles.num_stages + 1, tiles.num_stages - 1)]
-    if kernel == "direct":
+    if kernel != "grouped":
         changes += [{"block_n": n} for n in (tiles.block_n * 2, tiles.block_n // 2)]
         changes += [{"preload": n} for n in (tiles.preload + 1, tiles.preload - 1)]
     else:
@@ -172,6 +193,9 @@ def _sensible(
         return False
     halves = 2 if gemm == "gate_up" else 1
     rows = halves * tiles.block_n
+    if kernel == "few_rows":
+        whole = tiles.block_n % (FEW_ROWS_PAIR[gemm] * tiles.num_warps) == 0
+        return whole and rows <= 256 and tiles.preload <= 4 and tiles.num_stages <= 2
     if kernel == "direct":
         return rows >= (16 if tiles.wide else halves) and rows <= 256
     size = problem.shape.hidden_dim if gemm == "gate_up" else problem.shape.model_dim
@@ -204,6 +228,12 @@ def candidates(
     if problem.num_tokens <= min(16, DIRECT_MAX_TOKENS):
         ups, downs = (spread(direct_tiles(problem, limits, gemm), most) for gemm in ("gate_up", "down"))
         found.append(("direct", 1, ups, downs))
+    if reads_fragments(problem, limits):
+        centre = few_rows_heuristic(problem).block_m
+        blocks = {centre, max(centre // 2, FEW_ROWS_BLOCK_M), min(centre * 2, few_rows_block_m(problem))}
+        for block_m in sorted(block for block in blocks if block <= largest_block_m(problem.num_tokens)):
+            ups, downs = (spread(few_rows_tiles(block_m, gemm), most) for gemm in ("gate_up", "down"))
+            found.append(("few_rows", block_m, ups, downs))
     for block_m in block_m_candidates(problem):
         ups, downs = (
             spread(grouped_tiles(problem, limits, block_m, gemm), most) for gemm in ("gate_up", "down")

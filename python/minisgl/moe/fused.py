@@ -1,6 +1,7 @@
 """FusedMoeBackend: the MoE layer as Triton kernels on a workspace that is allocated once.
 
     grouped   align -> gate_up with activation -> down -> reduce          any number of tokens
+    few_rows  the same with GEMMs for blocks of 8 to 32 rows              int4
     direct    gate_up with activation -> down, summed over k              decode
     fp8 adds a quantization of the rows before each GEMM of the grouped kernels; the direct ones need none.
 
@@ -21,7 +22,7 @@ from triton import knobs
 from minisgl.moe.autotune import Tuner, TuningCase
 from minisgl.moe.backend import PlainForward
 from minisgl.moe.base import ExpertShape, Placement, Problem, Routing, RoutingRule, apply_rule
-from minisgl.moe.kernels import launch, launch_direct
+from minisgl.moe.kernels import launch, launch_direct, launch_few_rows
 from minisgl.moe.records import Records
 from minisgl.moe.select import (
     PACKED_FORMATS,
@@ -196,13 +197,14 @@ class FusedStep:
         if interpreted and first_wave:
             codes = buffers.x_ready(self.x_TD, problem.format)
             _quantize_interpreted(self.x_TD, codes, buffers.x_scale_T)
-        launch.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
+        gemms = launch_few_rows if choice.kernel == "few_rows" else launch
+        gemms.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
         placement.before_down()
         if interpreted:
             _quantize_interpreted(buffers.activated_PF, buffers.activated_codes_PF, buffers.activated_scale_P)
         elif problem.format in FP8_FORMATS and not launch.codes_in_down(problem, block_m, self.x_TD):
             launch.quantize_activated(problem, block_m, self.num_routes, buffers)
-        launch.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
+        gemms.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
 
     def finish(self) -> torch.Tensor:
         if self.finished or self.num_routes == 0:

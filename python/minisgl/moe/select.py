@@ -15,13 +15,25 @@ import torch
 import triton
 
 from minisgl.moe.base import Problem
-from minisgl.moe.workspace import DIRECT_MAX_TOKENS, FP8_FORMATS, largest_block_m, next_power_of_two
+from minisgl.moe.workspace import (
+    DIRECT_MAX_TOKENS,
+    FEW_ROWS_BLOCK_M,
+    FEW_ROWS_MAX_TOKENS,
+    FP8_FORMATS,
+    largest_block_m,
+    next_power_of_two,
+)
 
 PACKED_FORMATS = ("int4", "mxfp4")
 BYTE_FORMATS = (*FP8_FORMATS, *PACKED_FORMATS, "int8")  # at most a byte a weight
 CODES_PER_WORD = {"bf16": 2, "int4": 8, "int8": 4, "fp8": 4, "fp8_block": 4}  # of 32 bits, see kernels.words
 Threshold = int | Literal["auto"]
-Kernel = Literal["grouped", "direct"]
+Kernel = Literal["grouped", "few_rows", "direct"]
+FEW_ROWS_PAIR = {
+    "gate_up": 8,
+    "down": 16,
+}  # hidden units or outputs of a warp's pair of tiles, see kernels.fragments
+FEW_ROWS_SETS = 4  # columns of eight rows, times groups a step, that the kernels of `few_rows` can hold
 
 
 @dataclass(frozen=True)
@@ -29,8 +41,8 @@ class Tiles:
     """Launch options of one GEMM.
 
     block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
-    kernel multiplies on the tensor cores. preload: K steps that the direct down kernel asks for ahead. tiles_n:
-    column tiles a grouped program works on one after the other. roles: warps of a grouped
+    kernel multiplies on the tensor cores. preload: K steps that the direct down kernel, and those for few rows, ask for
+    ahead. tiles_n: column tiles a grouped program works on one after the other. roles: warps of a grouped
     program load or multiply, see `kernels.hopper`.
     """
 
@@ -104,11 +116,9 @@ def select(
     """
     tokens = problem.num_tokens
     if small_m_threshold != "auto":
-        if tokens <= small_m_threshold:
-            measured = _lookup(record, tokens, "direct")
-            return measured or direct_heuristic(problem, limits)
-        measured = _lookup(record, tokens, "grouped")
-        return measured or grouped_heuristic(problem, limits)
+        direct = tokens <= small_m_threshold
+        measured = _lookup(record, tokens, direct)
+        return measured or (direct_heuristic if direct else grouped_heuristic)(problem, limits)
     measured = _lookup(record, tokens, None)
     if measured:
         return measured
@@ -117,12 +127,12 @@ def select(
     return grouped_heuristic(problem, limits)
 
 
-def _lookup(record: Record | None, tokens: int, kernel: Kernel | None) -> Choice | None:
+def _lookup(record: Record | None, tokens: int, direct: bool | None) -> Choice | None:
     """The choice of the nearest measured bucket: the next larger one, whose blocks fit more rows, else the largest."""
     fitting = {
         bucket: choice
         for bucket, choice in (record or {}).items()
-        if (kernel is None or choice.kernel == kernel) and _allowed(choice, tokens)
+        if direct in (None, choice.kernel == "direct") and _allowed(choice, tokens)
     }
     if not fitting:
         return None
@@ -131,9 +141,12 @@ def _lookup(record: Record | None, tokens: int, kernel: Kernel | None) -> Choice
 
 
 def _allowed(choice: Choice, tokens: int) -> bool:
-    """Direct kernels keep float32 rows, for which the workspace has room up to a number of tokens."""
+    """Direct kernels keep float32 rows, for which the workspace has room up to a number of tokens; so do those for few rows
+    with x in another order."""
     if choice.kernel == "direct":
         return tokens <= DIRECT_MAX_TOKENS
+    if choice.kernel == "few_rows" and next_power_of_two(tokens) > FEW_ROWS_MAX_TOKENS:
+        return False
     return choice.block_m <= largest_block_m(tokens)
 
 
@@ -162,6 +175,26 @@ def reads_words(problem: Problem) -> bool:
     if per_word is None or problem.dtype != torch.bfloat16:
         return False
     return problem.shape.model_dim % per_word == 0 and problem.shape.hidden_dim % per_word == 0
+
+
+def reads_fragments(problem: Problem, limits: DeviceLimits) -> bool:
+    """Whether weights can go from loads straight into products: int4, compiled, activations bf16."""
+    fits = next_power_of_two(problem.num_tokens) <= FEW_ROWS_MAX_TOKENS and limits.capability >= (8, 0)
+    return fits and problem.format == "int4" and problem.dtype == torch.bfloat16
+
+
+def few_rows_block_m(problem: Problem) -> int:
+    """The most rows of a block whose groups of scales fit: 32, or less with several groups a step of 128 columns."""
+    return 8 * FEW_ROWS_SETS * (problem.group_size or 128) // 128
+
+
+def few_rows_heuristic(problem: Problem) -> Choice:
+    """Blocks that hold all rows of most slots. Only measurement chooses these kernels: where tuning starts its search."""
+    block_m = FEW_ROWS_BLOCK_M
+    while block_m < 1.5 * problem.rows_per_slot and block_m < few_rows_block_m(problem):
+        block_m *= 2
+    block_m = min(block_m, largest_block_m(problem.num_tokens))
+    return Choice("few_rows", block_m, Tiles(16, 128, 1, preload=2), Tiles(32, 128, 1, preload=2))
 
 
 def _words_heuristic(problem: Problem) -> Choice:

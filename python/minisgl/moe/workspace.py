@@ -15,6 +15,10 @@ from minisgl.moe.base import Problem
 
 ALIGNMENT = 256  # bytes, of every buffer in the arena
 MIN_BLOCK_M, MAX_BLOCK_M = 16, 128
+FEW_ROWS_BLOCK_M = (
+    8  # the smallest block of the kernels for few rows, which are used up to a number of tokens
+)
+FEW_ROWS_MAX_TOKENS = 512
 DIRECT_MAX_TOKENS = 64  # up to here a direct kernel may be chosen, whose rows are float32
 ALIGN_CHUNK = 256  # routes that one program of the two-launch alignment counts and places
 FP8_FORMATS = ("fp8", "fp8_block")
@@ -57,7 +61,9 @@ class Buffers:
     rows: torch.Tensor  # bytes: [R, D] in the activations' dtype, or float32 for the direct kernel
     counts_CB: torch.Tensor  # int32: routes of each slot in each chunk, flat
     rank_R: torch.Tensor  # int32: earlier routes of the same slot in a route's chunk
-    x_ready_TD: torch.Tensor  # bytes: rows of x as fp8 codes, or with split columns for int8; else empty
+    x_ready_TD: (
+        torch.Tensor
+    )  # bytes: rows of x as fp8 codes, or in another order of columns (int8, few rows); else empty
     x_scale_T: torch.Tensor  # fp8 formats only, else empty, as the two below
     activated_codes_PF: torch.Tensor
     activated_scale_P: torch.Tensor
@@ -89,7 +95,8 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
     """Shape and dtype of every buffer for up to `capacity` tokens."""
     routes, slots = capacity * problem.top_k, problem.num_slots
-    block_sizes = [MIN_BLOCK_M]
+    few_rows = problem.format == "int4" and capacity <= FEW_ROWS_MAX_TOKENS
+    block_sizes = [FEW_ROWS_BLOCK_M if few_rows else MIN_BLOCK_M]
     while block_sizes[-1] < largest_block_m(capacity):
         block_sizes.append(2 * block_sizes[-1])
     positions = max(max_blocks(routes, slots, block_m) * block_m for block_m in block_sizes)
@@ -97,7 +104,7 @@ def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
     row_bytes = 4 if capacity <= DIRECT_MAX_TOKENS else problem.dtype.itemsize
     fp8 = int(problem.format in FP8_FORMATS)  # without fp8 there are zero rows of codes
     int4 = int(problem.format == "int4")
-    ready_bytes = problem.dtype.itemsize if problem.format == "int8" else fp8
+    ready_bytes = problem.dtype.itemsize if problem.format == "int8" or few_rows else fp8
     model_dim, hidden_dim = problem.shape.model_dim, problem.shape.hidden_dim
     return {
         "sorted_R": ((positions,), torch.int32),

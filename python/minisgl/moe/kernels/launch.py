@@ -193,16 +193,20 @@ def route(
 
 @dataclass(frozen=True)
 class SumUnits:
-    """Columns that a sum of x, and one of activated rows, covers, for products with int4 codes as they are; 0: no sums."""
+    """Columns that a sum of x, and one of activated rows, covers, for products with int4 codes as they are; 0: no sums.
+    in_order: the kernels of `few_rows` make sums of their own, but want the columns in another order."""
 
     x: int = 0
     activated: int = 0
+    in_order: bool = False
 
 
 def sum_units(problem: Problem, choice: Choice) -> SumUnits:
     """Sums pay where blocks are small: there scales are applied to products, and so can zeros be (see `product`). With 32 rows
     a block they cost more registers than they save instructions: gate_up at 256 tokens on an H200 129 us against 102."""
     group, shape = problem.group_size or 128, problem.shape
+    if choice.kernel == "few_rows":
+        return SumUnits(in_order=True)
     if problem.format != "int4" or choice.kernel != "grouped" or choice.block_m > SUM_MAX_BLOCK_M:
         return SumUnits()
     up_k, down_k = choice.gate_up.block_k, choice.down.block_k
@@ -229,6 +233,8 @@ def align(
     """Sort the routes by slot and, in the first wave, make the rows of x ready; one launch, or two for many routes."""
     num_routes = slots_TK.numel()
     mode = row_mode(problem.format) if first_wave and not interpreted_fp8(problem, x_TD) else "none"
+    if first_wave and units.in_order:
+        mode = "order"
     x_ready = x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format)
     if first_wave and units.x:
         mode = "sums"

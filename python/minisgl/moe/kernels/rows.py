@@ -1,5 +1,6 @@
 """Rows of activations made ready for a format: fp8 codes with one scale a row, even and odd columns apart for int8, or
-sums over units of columns for int4, whose codes are then multiplied as they are stored.
+sums over units of columns for int4, whose codes are then multiplied as they are stored; or, for the kernels of
+`few_rows`, columns in the order in which fragments take them.
 
 fp8: scale = amax / 448, or 1 where the row is zero. int8: a 16-bit word of weights holds two neighbouring
 columns, which unpack into a tile of even and a tile of odd columns; rows in that order meet both with
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from minisgl.moe.kernels.dependent import start_next, wait_for_previous
+from minisgl.moe.kernels.fragments import in_order
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def fp8_rows(values):
 def prepare_row(
     x, out, scale, row, N: tl.constexpr, BLOCK_N: tl.constexpr, MODE: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """One row of x [.., N] into out: MODE "fp8" (with its scale) or "split"; or its sums over UNIT columns: "sums"."""
+    """One row of x [.., N] into out: MODE "fp8" (with its scale), "split" or "order"; or its sums over UNIT columns: "sums"."""
     row = row.to(tl.int64)
     if MODE == "sums":
         n = tl.arange(0, BLOCK_N)
@@ -34,6 +36,10 @@ def prepare_row(
         unit = tl.arange(0, BLOCK_N // UNIT)
         sums = tl.sum(values.reshape(BLOCK_N // UNIT, UNIT), 1)
         tl.store(scale + row * (N // UNIT) + unit, sums, mask=unit < N // UNIT)
+        return
+    if MODE == "order":
+        n = tl.arange(0, BLOCK_N)
+        tl.store(out + row * N + in_order(n, N), tl.load(x + row * N + n, mask=n < N), mask=n < N)
         return
     if MODE == "fp8":
         n = tl.arange(0, BLOCK_N)

@@ -1,0 +1,106 @@
+"""The kernels for few rows compile for GPUs that aren't here, without spills, and tiles lie in lanes as products want them.
+
+`kernels.fragments` counts on that layout, and Triton decides it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from minisgl.moe.base import ExpertShape, Problem
+from minisgl.moe.candidates import candidates, neighbours
+from minisgl.moe.kernels.precompile import CompileTask, compile_choice
+from minisgl.moe.select import (
+    FEW_ROWS_PAIR,
+    Choice,
+    Tiles,
+    few_rows_block_m,
+    few_rows_heuristic,
+    select,
+)
+from minisgl.moe.workspace import buffer_specs, max_blocks
+from tests.unit.moe.test_place_compile import spilled_bytes
+from tests.unit.moe.test_words_compile import H200, compiled  # noqa: F401
+
+PROBLEM = Problem(64, 8, 128, ExpertShape(2048, 768), "int4", torch.bfloat16, "silu", 128)
+
+
+def layouts_of_packed(ttgir: str, count: int) -> set[str]:
+    """Layouts of the tiles that assembly takes `count` elements at a time."""
+    named = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE))
+    lines = [line for line in ttgir.splitlines() if f"packed_element = {count} " in line]
+    return {named[name] for line in lines for name in re.findall(r"tensor<[^#]*, (#\w+)>", line)}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_quad_holds_a_row(symmetric, compiled, tmp_path):  # noqa: F811
+    compile_choice(CompileTask(PROBLEM, few_rows_heuristic(PROBLEM), symmetric))
+    assert set(compiled) == {"few_rows_gate_up_kernel", "few_rows_down_kernel"}
+    for kernel in compiled.values():
+        assert spilled_bytes(kernel, tmp_path) == 0
+        layouts = layouts_of_packed(kernel.asm["ttgir"], 4)
+        assert len(layouts) == 1
+        assert "sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [1, 1]" in next(iter(layouts))
+        assert layouts_of_packed(kernel.asm["ttgir"], 1) == {layouts.pop().replace("[1, 4], t", "[1, 1], t")}
+        assert "mma.sync" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("warps", [2, 4])
+def test_each_of_several_warps_holds_eight_rows(warps, compiled):  # noqa: F811
+    tiles = Tiles(16 * warps, 128, warps, 2, preload=2), Tiles(32 * warps, 128, warps, preload=2)
+    compile_choice(CompileTask(PROBLEM, Choice("few_rows", 8, *tiles)))
+    for kernel in compiled.values():
+        for layout in layouts_of_packed(kernel.asm["ttgir"], 4):
+            assert f"sizePerThread = [1, 4], threadsPerWarp = [8, 4], warpsPerCTA = [{warps}, 1]" in layout
+
+
+def test_every_height_and_group_compiles(compiled):  # noqa: F811
+    for group, block_m in ((128, 32), (64, 16), (32, 8)):
+        task = replace(PROBLEM, shape=ExpertShape(320, 192), group_size=group) if group < 128 else PROBLEM
+        assert few_rows_block_m(task) == block_m
+        tiles = Tiles(16, 128, 1, preload=2), Tiles(32, 128, 1, preload=2)
+        compile_choice(CompileTask(task, Choice("few_rows", block_m, *tiles), symmetric=False))
+
+
+def test_offered_for_int4_in_bfloat16_and_allowed_up_to_a_number_of_tokens():
+    offered = {kernel for kernel, *_ in candidates(PROBLEM, H200)}
+    assert "few_rows" in offered
+    for changes in ({"dtype": torch.float16}, {"format": "int8", "group_size": 0}, {"num_tokens": 2048}):
+        assert "few_rows" not in {kernel for kernel, *_ in candidates(replace(PROBLEM, **changes), H200)}
+    assert "few_rows" not in {kernel for kernel, *_ in candidates(PROBLEM, replace(H200, capability=(7, 5)))}
+    record = {64: few_rows_heuristic(PROBLEM)}
+    assert select(PROBLEM, H200, record).kernel == "few_rows"
+    assert select(PROBLEM, H200, record, small_m_threshold=0).kernel == "few_rows"
+    assert select(PROBLEM, H200, record, small_m_threshold=64).kernel == "direct"
+    assert select(replace(PROBLEM, num_tokens=2048), H200, record).kernel == "grouped"
+
+
+def test_candidates_are_made_of_whole_pairs():
+    for num_tokens, group in ((16, 128), (256, 128), (256, 64), (256, 32)):
+        task = replace(PROBLEM, num_tokens=num_tokens, group_size=group)
+        found = [found for found in candidates(task, H200) if found[0] == "few_rows"]
+        assert found
+        for _, block_m, ups, downs in found:
+            assert block_m <= few_rows_block_m(task)
+            for gemm, tiles in (("gate_up", ups), ("down", downs)):
+                around = [n for t in tiles[:3] for n in neighbours(task, H200, "few_rows", block_m, gemm, t)]
+                assert around
+                for one in (*tiles, *around):
+                    assert one.block_n % (FEW_ROWS_PAIR[gemm] * one.num_warps) == 0
+                    assert one.preload <= 4
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 100, 512])
+def test_buffers_hold_blocks_of_eight_rows(num_tokens):
+    task = replace(PROBLEM, num_tokens=num_tokens)
+    specs = buffer_specs(task, 1 << (num_tokens - 1).bit_length())
+    blocks = max_blocks(num_tokens * task.top_k, task.num_slots, 8)
+    assert blocks <= specs["block_slots"][0][0]
+    assert blocks * 8 <= specs["sorted_R"][0][0]
+    assert num_tokens * 2048 * 2 <= specs["x_ready_TD"][0][0]
