@@ -72,7 +72,7 @@ def run_offloaded(
 ) -> torch.Tensor:
     routing = backend.route(case.logits[index], case.rule)
     step = backend.begin(case.x[index], routing, case.problem)
-    for placement in store.place(routing):
+    for placement in store.place(routing, step.awaits_records):
         step.run(placement)
     return step.finish()
 

@@ -132,7 +132,7 @@ class MoELayer(nn.Module):
         if self.guess is not None:
             self.store.expect(partial(self.guess, x_TD, num_valid))
         sent = self.exchange.dispatch(x_TD, routing)
-        y_TD = self.exchange.combine([self._experts(rows) for rows in sent.parts], sent)
+        y_TD = self.exchange.combine([self._experts(rows, num_valid is None) for rows in sent.parts], sent)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
 
     def guess_with(self, following: MoELayer) -> None:
@@ -149,10 +149,12 @@ class MoELayer(nn.Module):
 
         self.guess = guess
 
-    def _experts(self, rows: Rows) -> torch.Tensor:
-        """Weighted sums [R, D] of this rank's experts; exactly zero for a row that has none here."""
+    def _experts(self, rows: Rows, may_wait: bool) -> torch.Tensor:
+        """Weighted sums [R, D] of this rank's experts; exactly zero for a row that has none here. may_wait: see
+        `ExpertStore.place`.
+        """
         step = self.backend.begin(rows.x_RD, rows.routing, self._problem(rows.x_RD.shape[0], rows.x_RD.dtype))
-        for placement in self.store.place(rows.routing):
+        for placement in self.store.place(rows.routing, step.awaits_records, may_wait):
             step.run(placement)
         return step.finish()
 
@@ -161,7 +163,9 @@ class MoELayer(nn.Module):
             num_tokens=num_tokens,
             top_k=self.router.rule.top_k,
             num_slots=self.store.num_experts,
-            num_experts=self.exchange.num_experts if self.exchange.num_experts > self.store.num_experts else 0,
+            num_experts=self.exchange.num_experts
+            if self.exchange.num_experts > self.store.num_experts
+            else 0,
             shape=self.store.shape,
             format=self.store.format.name,
             dtype=dtype,

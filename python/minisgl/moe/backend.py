@@ -3,7 +3,7 @@ caches.
 
     routing = backend.route(logits_TE, rule)
     step = backend.begin(x_TD, routing, problem)     # chooses kernels once
-    for placement in store.place(routing):           # one wave or many
+    for placement in store.place(routing, step.awaits_records):    # one wave or many
         step.run(placement)
     y_TD = step.finish()                             # fp32 sum over k, ascending
 
@@ -25,8 +25,12 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 class MoeStep(Protocol):
     """One MoE layer call in flight. `run` may be called for several waves; `finish` exactly once.
 
-    The kernel choice was made when the step began, so that one wave or many give the same bits.
+    The kernel choice was made when the step began, so that one wave or many give the same bits. awaits_records: whether its
+    kernels wait themselves for records that are on their way, see `Placement.arrival`.
     """
+
+    @property
+    def awaits_records(self) -> bool: ...
 
     def run(self, placement: Placement) -> None:
         """Compute the rows of every route whose slot is not -1; rows of other routes are left alone."""

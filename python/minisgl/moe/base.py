@@ -147,6 +147,22 @@ class Slab:
         return Slab(format, shape, RecordLayout((), 0), empty, dict(parts))
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """How a kernel sees what has come of the records that are on their way into a placement's slots.
+
+    turns_TK: int32, in which turn the record of a route's slot is copied, -1: it is complete. arrived_S1: int32, chunks that
+    have come: [1 + turn] of gate_up's parts of a record, [0] of down's parts of all. num_records: int32 [1], how many are on
+    their way. chunks: how many gate_up's parts and down's parts of a record have. The copy was launched directly before what
+    is launched next, which may begin when all of the copy's programs run.
+    """
+
+    turns_TK: torch.Tensor
+    arrived_S1: torch.Tensor
+    num_records: torch.Tensor
+    chunks: tuple[int, int]
+
+
 def _complete() -> None:
     pass
 
@@ -155,13 +171,14 @@ def _complete() -> None:
 class Placement:
     """One wave: for each route the slot of `slab` that holds its expert, or -1. Valid until the next is asked for.
 
-    before_down: must be called before anything that reads the parts of down is launched, since they may arrive after those of
-    gate_up do.
+    arrival: of the only wave of a step while its slots are being filled, for kernels that wait by themselves. before_down: must
+    be called before anything that reads the parts of down is launched, since they may arrive after those of gate_up do.
     """
 
     slab: Slab
     slots_TK: torch.Tensor
     before_down: Callable[[], None] = _complete
+    arrival: Arrival | None = None
 
     @property
     def in_two_parts(self) -> bool:

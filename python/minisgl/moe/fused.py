@@ -8,7 +8,8 @@
 Which of them, and with which tiles, `select` decides when a step begins, so that a step served in one wave
 and one served in many compute the same bits. Waves write the rows of their own routes; one reduce adds them
 up. When the placement is the routing itself (all experts resident, so surely one wave), the direct kernel adds
-up in registers, in the order and rounding of the reduce.
+up in registers, in the order and rounding of the reduce. So it does where records are still on their way, and it waits for
+them itself.
 """
 
 from __future__ import annotations
@@ -159,6 +160,10 @@ class FusedStep:
         rows_dtype = torch.float32 if choice.kernel == "direct" else problem.dtype
         self.rows_RD = self.buffers.rows_RD(self.num_routes, problem.shape.model_dim, rows_dtype)
 
+    @property
+    def awaits_records(self) -> bool:
+        return launch_direct.awaits_records(self.x_TD, self.problem, self.choice)
+
     def run(self, placement: Placement) -> None:
         slots_TK = placement.slots_TK
         assert not self.finished, "the step added up all its rows already"
@@ -169,7 +174,8 @@ class FusedStep:
             if self.num_waves == 0:
                 self.backend.tune_if_wanted(self.problem, self.x_TD, self.routing, contiguous)
             run = self._run_direct if self.choice.kernel == "direct" else self._run_grouped
-            run(contiguous, only_wave=slots_TK is self.routing.ids_TK)
+            only_wave = slots_TK is self.routing.ids_TK or placement.arrival is not None
+            run(contiguous, only_wave)
         self.num_waves += 1
 
     def _run_direct(self, placement: Placement, only_wave: bool) -> None:

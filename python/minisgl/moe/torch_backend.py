@@ -44,6 +44,8 @@ class TorchMoeBackend(PlainForward):
 class TorchStep:
     """One layer call. rows_RD float32 collects what the waves compute; row t * K + k is that of route (t, k)."""
 
+    awaits_records = False
+
     def __init__(self, x_TD: torch.Tensor, routing: Routing, problem: Problem) -> None:
         self.x_TD, self.routing, self.problem = x_TD, routing, problem
         num_routes = routing.ids_TK.numel()

@@ -105,7 +105,7 @@ def test_equal_to_resident_however_much_came(memory: HostMemory, name: str) -> N
             f"{name}, {batch} tokens, {cycles} cycles: {total(pairs)}, {partly} chunks of records that came in part"
         )
         for _, cached in pairs:
-            places = cached.store.plan.place_of_E()
+            places = cached.store.plan.place_of_E(*(part.tolist() for part in cached.store.plan.where()))
             for expert, place in enumerate(places):
                 if place >= 0:
                     slot_B = cached.store.slab.records_SB[place].cpu()

@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.store import device_plan
 from minisgl.moe.store.device_cache import DeviceStore
 from minisgl.moe.store.device_plan import DevicePlan
 from minisgl.moe.store.overlap import Forked, Serial
@@ -76,7 +77,8 @@ def make_store(kind: str, memory: HostMemory, name: str, num_slots: int, late: b
         store = StagedStore(host, SHAPE, weight_format, num_slots, CUDA, copies, wave_size=3)
     else:
         assert host.num_pinned == E
-        overlap = Serial() if kind == "serial" else (LateFork if late else Forked)(CUDA)
+        overlap = Serial() if kind == "serial" else (LateFork if late and kind == "forked" else Forked)(CUDA)
+        overlap.in_turn = kind == "in turn"
         store = DeviceStore(
             host,
             SHAPE,
@@ -107,8 +109,13 @@ def random_x(num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", ["forked", "serial", "staged"])
-def test_equal_to_resident_with_late_copies(memory: HostMemory, kind: str, name: str) -> None:
+@pytest.mark.parametrize("kind", ["forked", "in turn", "serial", "staged"])
+def test_equal_to_resident_with_late_copies(
+    memory: HostMemory, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "in turn":  # one program, 256 bytes at a time
+        monkeypatch.setattr(device_plan, "FETCH_PROGRAMS", 1)
+        monkeypatch.setattr(device_plan, "FETCH_WORDS", 32)
     for num_slots in (1, 9, E):
         store = make_store(kind, memory, name, num_slots, late=True)
         resident, cached = make_layers(store)
@@ -117,9 +124,10 @@ def test_equal_to_resident_with_late_copies(memory: HostMemory, kind: str, name:
             assert torch.equal(cached(x), resident(x)), f"{num_slots} slots, {num_tokens} tokens"
 
 
-def test_a_graph_holds_decode_steps(memory: HostMemory) -> None:
+@pytest.mark.parametrize("kind", ["forked", "in turn"])
+def test_a_graph_holds_decode_steps(memory: HostMemory, kind: str) -> None:
     """Three layers, replayed with inputs that route elsewhere every time, a late fetch, and padding rows."""
-    pairs = [make_layers(make_store("forked", memory, "fp8", 9, late=True)) for _ in range(3)]
+    pairs = [make_layers(make_store(kind, memory, "fp8", 9, late=True)) for _ in range(3)]
     for batch in (1, 2, 8):
         x, valid = random_x(batch), torch.full((1,), batch, dtype=torch.int32, device=CUDA)
 

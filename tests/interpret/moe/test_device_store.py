@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from hypothesis import strategies as st
 
 from minisgl.layers.moe import MoELayer, Router
 from minisgl.moe.backend import MoeBackend
-from minisgl.moe.base import ExpertShape, Routing, RoutingRule, Slab
+from minisgl.moe.base import ExpertShape, Placement, Routing, RoutingRule, Slab
 from minisgl.moe.formats import get_format
 from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.select import Choice, Tiles
 from minisgl.moe.store import CacheCounters, ExpertStore, ResidentStore, StagedStore
 from minisgl.moe.store import device_cache as device_cache_module
 from minisgl.moe.store.device_cache import DeviceStore
+from minisgl.moe.store.overlap import Serial
 from minisgl.moe.store.pinned import HostMemory
 from minisgl.moe.store.streaming import TransientSlots
 from minisgl.moe.torch_backend import TorchMoeBackend
@@ -26,7 +30,9 @@ E, K, D, F = 16, 4, 32, 64
 SHAPE = ExpertShape(D, F)
 
 
-def make_stores(num_slots: int, num_layers: int = 1, num_transient: int = 4) -> list[DeviceStore]:
+def make_stores(
+    num_slots: int, num_layers: int = 1, num_transient: int = 4, in_turn: bool = False
+) -> list[DeviceStore]:
     """One a layer, linked as an engine links them; transient slots whose copies are late."""
     weight_format = get_format("none", torch.float32)
     shared: list[TransientSlots] = []
@@ -39,7 +45,8 @@ def make_stores(num_slots: int, num_layers: int = 1, num_transient: int = 4) -> 
     stores = []
     for layer in range(num_layers):
         host = HostMemory().allocate(E, weight_format.bytes_per_expert(SHAPE))
-        store = DeviceStore(host, SHAPE, weight_format, num_slots, K, "cpu", transient)
+        overlap = Serial(in_turn=in_turn)
+        store = DeviceStore(host, SHAPE, weight_format, num_slots, K, "cpu", transient, overlap)
         store.slab.records_SB.fill_(0xFF)
         store.fill_random(seed=layer, std=0.15)
         stores.append(store)
@@ -95,6 +102,43 @@ def test_fused_kernels_give_the_same_bits(num_slots: int, kind: str) -> None:
     for num_tokens in (1, 1, 3):
         x = torch.randn(num_tokens, D)
         assert torch.equal(one(x), two(x))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_kernels_that_wait_for_records_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wave for hits and misses, whose kernels count what has come; padding rows, and steps that others plan."""
+    shape, num_experts, top_k = ExpertShape(64, 32), 8, 3
+    weight_format = get_format(name, torch.float16, group_size=32)
+    host = HostMemory().allocate(num_experts, weight_format.bytes_per_expert(shape))
+    overlap = Serial(in_turn=True)
+    store = DeviceStore(
+        host, shape, weight_format, 7, top_k, "cpu", lambda slab: TransientSlots(slab, 2, LateCopies), overlap
+    )
+    store.slab.records_SB.fill_(0xFF)
+    store.fill_random(seed=0, std=0.15)
+    twin = ResidentStore(num_experts, shape, weight_format, "cpu")
+    twin.records_EB.copy_(store.records_EB)
+    router = Router(num_experts, 64, RoutingRule(top_k), dtype=torch.float16)
+    router.weight.normal_()
+    words = Choice("direct", 1, Tiles(16, 64, 1), Tiles(32, 32, 1))
+    backends = [FusedMoeBackend(records=lambda problem, limits: {1: words, 2: words}) for _ in range(2)]
+    one, two = (MoELayer(router, s, backend) for s, backend in zip((twin, store), backends))
+    joint = []
+
+    def place(*args: Any) -> Iterator[Placement]:
+        for placement in DeviceStore.place(store, *args):
+            joint.append(placement.arrival is not None)
+            yield placement
+
+    monkeypatch.setattr(store, "place", place)
+    for num_tokens in (1, 1, 2, 5):
+        x = torch.randn(num_tokens, 64, dtype=torch.float16)
+        assert torch.equal(one(x), two(x))
+        some = torch.tensor([num_tokens // 2], dtype=torch.int32)
+        assert torch.equal(one(x, some), two(x, some)), "padding rows"
+    assert joint[:6] == [True] * 6 and not any(joint[6:]), (
+        "five tokens may use more experts than there are slots"
+    )
 
 
 def ids(*rows: list[int]) -> Routing:

@@ -113,7 +113,7 @@ def test_more_tokens_than_guesses_are_for() -> None:
     link = Serial(prefetches=True)
     _, cached = make_layers(6, 2, link)
     for num_tokens, expected in ((5, False), (70, False), (4, True)):
-        forward(cached, torch.randn(num_tokens, D), None)
+        forward(cached, torch.randn(num_tokens, D), torch.tensor([num_tokens], dtype=torch.int32))
         assert (total(cached).early_bytes > 0) == expected, f"{num_tokens} tokens"
 
 

@@ -74,6 +74,51 @@ def test_equal_to_the_definition_after_any_history(data: st.DataObject) -> None:
         check_step(plan, table, random_ids(num_experts, num_tokens, top_k, padding), now)
 
 
+def check_joint_step(plan: DevicePlan, table: SlotTable, ids_TK: torch.Tensor, now: int) -> None:
+    """A step that is planned for kernels which wait: a slot for every route, and the turn of its fetch."""
+    plan.arrived_S1.fill_(99)
+    (wave,) = place_step(table, counted(ids_TK), now)
+    slots_TK, turns_TK = plan.place_jointly(ids_TK, ahead=True)
+    assert fetched(plan) == [(load.expert, load.slot) for load in wave.loads]
+    turn_of = {load.expert: turn for turn, load in enumerate(wave.loads)}
+    expected = [table.slot_of_E[expert] if expert >= 0 else -1 for expert in ids_TK.flatten().tolist()]
+    assert slots_TK.flatten().tolist() == expected
+    assert turns_TK.flatten().tolist() == [turn_of.get(expert, -1) for expert in ids_TK.flatten().tolist()]
+    assert plan.expert_of_S.tolist() == table.expert_of_S
+    assert not plan.arrived_S1.any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_joint_steps_are_equal_to_the_definition(data: st.DataObject) -> None:
+    num_experts = data.draw(st.sampled_from([8, 24]), "experts")
+    num_slots = data.draw(st.integers(4, num_experts), "slots")
+    torch.manual_seed(data.draw(st.integers(0, 1000), "seed"))
+    plan = DevicePlan(num_experts, num_slots, torch.device("cpu"))
+    table = SlotTable(num_experts, num_slots)
+    for now in range(1, data.draw(st.integers(1, 6), "steps") + 1):
+        num_tokens = data.draw(st.integers(1, num_slots // 4), "tokens")
+        assert plan.joins(num_tokens, 4)
+        padding = data.draw(st.integers(0, num_tokens), "padding")
+        check_joint_step(plan, table, random_ids(num_experts, num_tokens, 4, padding), now)
+
+
+def test_fetches_in_turn_are_counted() -> None:
+    """Chunks of gate_up by turn, of down together, and the bytes of both."""
+    plan, cut = DevicePlan(6, 4, torch.device("cpu")), 8 * (2 * 1024 + 32)
+    records_EB = torch.randint(0, 255, (6, 8 * (3 * 1024 + 64)), dtype=torch.uint8)
+    slab_SB = torch.full((4, records_EB.shape[1]), 0xFF, dtype=torch.uint8)
+    for ids, turns in (([5, 2, -1], [1, 0, -1]), ([2, 3, 5], [-1, 0, -1])):
+        slots_TK, turns_TK = plan.place_jointly(torch.tensor([ids], dtype=torch.int32), ahead=False)
+        chunks = plan.fetch_in_turn(records_EB, slab_SB, cut)
+        assert chunks == (3, 2)
+        assert turns_TK.tolist() == [turns]
+        count = 1 + max(turns)
+        assert plan.arrived_S1.tolist()[: 1 + count] == [count * chunks[1]] + [chunks[0]] * count
+        for expert, slot in zip(ids, slots_TK[0].tolist()):
+            assert expert < 0 or torch.equal(slab_SB[slot], records_EB[expert])
+
+
 def test_many_routes_and_experts() -> None:
     plan, table = DevicePlan(128, 49, torch.device("cpu")), SlotTable(128, 49)
     for now, num_tokens in enumerate([1, 64, 8, 1], start=1):

@@ -19,11 +19,12 @@ class LateCopies:
         self._late: dict[int, torch.Tensor] = {}
         self._read: set[int] = set()
 
-    def start(self, slot: int, record_B: torch.Tensor, pinned: bool) -> None:
-        assert slot not in self._read, "a kernel may still be reading this slot"
-        self.slab_SB[slot] = 0xFF
-        self._late[slot] = record_B
-        self.log.append(("start", slot))
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        for one, record_B in enumerate(records_NB, start=slot):
+            assert one not in self._read, "a kernel may still be reading this slot"
+            self.slab_SB[one] = 0xFF
+            self._late[one] = record_B
+            self.log.append(("start", one))
 
     def wait(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -35,7 +35,7 @@ class TinySlabStore(ExpertRecords):
         slots = torch.full((num_slots, self.layout.nbytes), 0xFF, dtype=torch.uint8)
         self.slab = Slab.of_records(self.format.name, self.shape, self.layout, slots)
 
-    def place(self, routing: Routing) -> Iterable[Placement]:
+    def place(self, routing: Routing, awaits: bool = False, may_wait: bool = False) -> Iterable[Placement]:
         wanted = [expert for expert in routing.ids_TK.unique().tolist() if expert >= 0]
         for start in range(0, len(wanted), self.num_slots):
             slot_of_E = torch.full((self.num_experts + 1,), -1, dtype=torch.int32)  # the last answers id -1

@@ -69,13 +69,27 @@ def test_place_compiles_for_large_layers(kernels, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_slots", [8, 60, 127])
+def test_place_compiles_for_few_routes(num_slots: int, kernels, tmp_path: Path) -> None:
+    plan, ids_TK = DevicePlan(512, num_slots, torch.device("cpu")), torch.zeros((1, 8), dtype=torch.int32)
+    plan.place_jointly(ids_TK, ahead=True)
+    plan.place(ids_TK.expand(min(num_slots // 8, 4), 8).contiguous(), first=True)
+    assert [spilled_bytes(kernel, tmp_path) for kernel in kernels["place_few_kernel"]] == [0, 0]
+
+
+@pytest.mark.slow
 def test_fetch_reads_wide_words(kernels, tmp_path: Path) -> None:
     plan = DevicePlan(4, 2, torch.device("cpu"))
     records_EB, slab_SB = (torch.zeros((n, 2**17 + 256), dtype=torch.uint8) for n in (4, 2))
     plan.fetch(records_EB, slab_SB)
     plan.fetch_some(slab_SB, plan.slot_of_E, slab_SB)
-    plain = kernels["fetch_kernel"][0]
-    assert re.search(r"ld\.global\S*\.v2\.b64", plain.asm["ptx"]), "16 bytes a load"
+    plan.fetch_in_turn(records_EB, slab_SB, cut=2**16)
+    plain, _, in_turn = kernels["fetch_kernel"]
+    assert all(re.search(r"ld\.global\S*\.v2\.b64", kernel.asm["ptx"]) for kernel in (plain, in_turn)), (
+        "16 bytes"
+    )
+    counts = r"bar\.sync[^;]*;\s.*?(?:atom|red)\S*\.release\S*\.add"
+    assert re.search(counts, in_turn.asm["ptx"], re.DOTALL), "counted when every thread has written its part"
     assert all(spilled_bytes(kernel, tmp_path) == 0 for kernel in kernels["fetch_kernel"])
 
 

@@ -155,9 +155,9 @@ def test_pinned_records_are_not_staged() -> None:
     seen: dict[int, bool] = {}
 
     class Seeing(DirectCopies):
-        def start(self, slot: int, record_B: torch.Tensor, pinned: bool) -> None:
-            seen[(record_B.data_ptr() - store.records_EB.data_ptr()) // store.layout.nbytes] = pinned
-            super().start(slot, record_B, pinned)
+        def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+            seen[(records_NB.data_ptr() - store.records_EB.data_ptr()) // store.layout.nbytes] = pinned
+            super().start(slot, records_NB, pinned)
 
     weight_format = get_format("none", torch.float32)
     host = HostMemory().allocate(E, weight_format.bytes_per_expert(SHAPE))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from minisgl.moe.kernels.dependent import start_next, wait_for_previous
+from minisgl.moe.kernels.fetch import await_chunks
 from minisgl.moe.kernels.product import activated
 from minisgl.moe.kernels.reduce import add_up, load_route_weights
 from minisgl.moe.kernels.words import dot_two, load_even, load_x, per_word, prepared
@@ -97,8 +98,8 @@ def load_words(
     rows, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr
 ):  # fmt: skip
     """Words of the first COUNT steps, as a tuple."""
-    steps = ()
-    for i in tl.static_range(COUNT):  # tuples grow by +: Triton has no (*a, b)
+    steps = ()  # tuples grow by +: Triton has no (*a, b)
+    for i in tl.static_range(COUNT):
         steps = steps + (_load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL),)  # noqa: RUF005
     return steps
 
@@ -204,9 +205,7 @@ def _store_activated(
 
 
 @triton.jit
-def row_parameters(
-    scales, bias, row_a, row_b, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr
-):  # fmt: skip
+def row_parameters(scales, bias, row_a, row_b, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Scales of whole rows, and biases, of one slot: a tuple of four."""
     scale_a, scale_b, bias_a, bias_b = 0.0, 0.0, 0.0, 0.0
     if (FORMAT == "int8") or (FORMAT == "fp8"):
@@ -225,6 +224,8 @@ def words_gate_up_kernel(
     bias,
     activated_RF,  # out
     slots_R,
+    turns_R,  # with CHUNKS, as the next one: see `base.Arrival`
+    arrived_S1,
     served_R,  # out int8 [R]
     stride_s,
     stride_scale_s,
@@ -240,6 +241,7 @@ def words_gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FIRST_WAVE: tl.constexpr,
+    CHUNKS: tl.constexpr,  # that a record on its way has of gate_up's parts; 0: all records are complete
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRELOAD: tl.constexpr,
@@ -248,11 +250,14 @@ def words_gate_up_kernel(
     PDL: tl.constexpr,
 ):
     route, pid_n = tl.program_id(0), tl.program_id(1)
-    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, here = pid_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.full((1, 1, 1), True, tl.int1)
     gate_n = tl.minimum(n, F - 1)
-    here = tl.full((1, 1, 1), True, tl.int1)
-    wait_for_previous(PDL)
+    wait_for_previous(PDL and CHUNKS == 0)  # not for the copy, which began when all before it had ended
     start_next(PDL)
+    if CHUNKS > 0:
+        turn = tl.load(turns_R + route)
+        if turn >= 0:
+            await_chunks(arrived_S1 + 1 + turn, CHUNKS, 1000 if PDL else 0)
     slot = tl.load(slots_R + route)
     row = gate_n[None, :, None]
     held = tl.maximum(slot, 0).to(tl.int64)
@@ -306,6 +311,8 @@ def words_down_kernel(
     bias,
     out,  # y_TD if SUM, else rows_RD float32
     slots_R,
+    num_records,  # with CHUNKS, as the next one: see `base.Arrival`
+    arrived_S1,
     weights_R,  # float32
     stride_s,
     stride_scale_s,
@@ -321,6 +328,7 @@ def words_down_kernel(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SUM: tl.constexpr,
+    CHUNKS: tl.constexpr,  # that a record on its way has of down's parts; 0: all records are complete
     BLOCK_N: tl.constexpr,  # at least 2
     BLOCK_K: tl.constexpr,
     PRELOAD: tl.constexpr,
@@ -333,6 +341,8 @@ def words_down_kernel(
     t, pid_n = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, CHOICES)
     route = t * TOP_K + k
+    if CHUNKS > 0:
+        await_chunks(arrived_S1, tl.load(num_records) * CHUNKS, 250 if PDL else 0)
     # Slots and weights were written two launches ago: only activated_RF needs the wait.
     slot = tl.load(slots_R + route, mask=k < TOP_K, other=-1).to(tl.int64)
     here_k = slot >= 0

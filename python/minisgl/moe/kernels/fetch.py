@@ -1,11 +1,16 @@
 """Expert records from pinned host memory into slots, by a kernel that reads host memory itself.
 
 The copy engine would be a little faster, but the host must tell it what to copy. This kernel is told by the place kernel, in
-device memory: eight programs of it keep a PCIe 5 x16 link at 50 of its 55 GB/s, and leave the rest of the device to whatever
-computes meanwhile. A record is copied by all programs together, a chunk each, so a single miss uses the whole link, too.
+device memory: few programs of it keep a PCIe 5 x16 link busy, and leave the rest of the device to whatever computes meanwhile.
+A record is copied by all programs together, a chunk each, so a single miss uses the whole link, too.
 
-A record may travel in two launches, the parts of gate_up first. The second begins while the first drains, so that the link
-doesn't idle between them; it needs nothing of the first, and therefore never waits for it.
+A record travels in two parts, the one of gate_up first. Either in two launches, the second of which begins while the first
+drains, so that the link doesn't idle between them; it needs nothing of the first, and therefore never waits for it. Or in one
+launch that counts, with COUNTS, the chunks that have come, for kernels that wait for them (`await_chunks`). These are launched
+behind it and may start once all of its programs run; so however much of the device they fill, it goes on.
+
+A program has few bytes under way. Twice as many don't come sooner; they queue up where all reads of the device pass, and what
+computes meanwhile would wait behind them.
 
 With SOME it takes from the list only what is at hand in device memory: experts that a prompt used pass through transient slots,
 and those that its last tokens used are copied from there.
@@ -16,7 +21,45 @@ With EARLY the list says how much of a record came early; that part is left out.
 import triton
 import triton.language as tl
 
-from minisgl.moe.kernels.dependent import start_next
+from minisgl.moe.kernels.dependent import start_next, wait_for_previous
+
+_PAUSE = tl.constexpr("{ .reg .pred some; setp.gt.s32 some, $1, 0; @some nanosleep.u32 $2; mov.u32 $0, 0; }")
+
+
+@triton.jit
+def await_chunks(counter, chunks, PAUSE: tl.constexpr):
+    """Until `counter` says that so many chunks have come; their bytes can then be read.
+
+    PAUSE: nanoseconds between two looks, 0: none. All who wait look at one address, and those who count must get through.
+    """
+    came = 0
+    while came < chunks:
+        came = tl.atomic_add(counter, 0, sem="acquire")
+        if PAUSE > 0:
+            left = chunks - came
+            tl.inline_asm_elementwise(_PAUSE, "=r,r,r", [left, left * 0 + PAUSE], tl.int32, False, 1)
+
+
+@triton.jit
+def _count(counter, chunks):
+    if chunks > 0:
+        tl.debug_barrier()  # every thread has written its part
+        tl.atomic_add(counter, chunks, sem="release")
+
+
+@triton.jit
+def _which(chunk, n, BEGIN: tl.constexpr, CUT: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr):
+    """(turn, first word, end, counter) of a chunk: those of the part before CUT of all n records, then those of the other."""
+    FIRST: tl.constexpr = (CUT - BEGIN + BLOCK - 1) // BLOCK
+    SECOND: tl.constexpr = (END - CUT + BLOCK - 1) // BLOCK
+    turn, word, end, counter = chunk // FIRST, BEGIN + chunk % FIRST * BLOCK, CUT, 1 + chunk // FIRST
+    if SECOND > 0:
+        rest = chunk - n * FIRST
+        turn = tl.where(rest < 0, turn, rest // SECOND)
+        word = tl.where(rest < 0, word, CUT + rest % SECOND * BLOCK)
+        end = tl.where(rest < 0, CUT, END)
+        counter = tl.where(rest < 0, counter, 0)
+    return turn, word, end, counter
 
 
 @triton.jit
@@ -28,28 +71,41 @@ def fetch_kernel(
     fetch_slots_S,
     fetch_chunks_S,  # with EARLY
     num_fetch,
+    arrived_S1,  # with COUNTS: int32 [S + 1], chunks that have come: after CUT of all records, then before it of each turn
     WORDS: tl.constexpr,  # of a record, a multiple of 32
-    BEGIN: tl.constexpr,  # the words to copy: BEGIN .. END - 1
+    BEGIN: tl.constexpr,  # the words to copy: BEGIN .. END - 1, those before CUT of all records first
+    CUT: tl.constexpr,
     END: tl.constexpr,
+    COUNTS: tl.constexpr,  # and therefore waits for the place kernel itself, having been launched with it
     SOME: tl.constexpr,
     EARLY: tl.constexpr,  # words of a chunk, 0: nothing comes early
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    CHUNKS: tl.constexpr = (END - BEGIN + BLOCK - 1) // BLOCK
-    total = tl.load(num_fetch) * CHUNKS
+    if COUNTS:
+        wait_for_previous(PDL)
+        start_next(PDL)
+    n = tl.load(num_fetch)
+    total = n * ((CUT - BEGIN + BLOCK - 1) // BLOCK + (END - CUT + BLOCK - 1) // BLOCK)
+    done, done_of = 0, 0  # chunks that are written and not counted yet, all of one counter
     for chunk in range(tl.program_id(0), total, tl.num_programs(0)):
-        turn = chunk // CHUNKS
-        word = BEGIN + chunk % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+        turn, first, end, counter = _which(chunk, n, BEGIN, CUT, END, BLOCK)
+        if COUNTS and counter != done_of:
+            _count(arrived_S1 + done_of, done)
+            done = 0
         expert = tl.load(fetch_experts_S + turn).to(tl.int64)
         slot = tl.load(fetch_slots_S + turn).to(tl.int64)
-        end = END
+        word = first + tl.arange(0, BLOCK)
         if SOME:
             expert = tl.load(place_of_E + expert).to(tl.int64)
-            end = tl.where(expert >= 0, END, 0)
+            end = tl.where(expert >= 0, end, 0)
         inside = word < end
         if EARLY > 0:
             inside = inside & (word >= tl.load(fetch_chunks_S + turn) * EARLY)
         value = tl.load(records_EW + expert * WORDS + word, mask=inside, other=0)
         tl.store(slab_SW + slot * WORDS + word, value, mask=inside)
-    start_next(PDL)
+        done, done_of = done + 1, counter
+    if COUNTS:
+        _count(arrived_S1 + done_of, done)
+    if not COUNTS:
+        start_next(PDL)

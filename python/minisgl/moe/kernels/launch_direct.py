@@ -16,8 +16,17 @@ from minisgl.moe.kernels.launch import (
 )
 from minisgl.moe.kernels.launch_words import uses_words, words_down, words_gate_up
 from minisgl.moe.kernels.wide import wide_down_kernel, wide_gate_up_kernel
-from minisgl.moe.select import PACKED_FORMATS, Tiles
+from minisgl.moe.select import PACKED_FORMATS, Choice, Tiles
 from minisgl.moe.workspace import Buffers, next_power_of_two
+
+
+def awaits_records(x_TD: torch.Tensor, problem: Problem, choice: Choice) -> bool:
+    """Whether the kernels of a choice wait themselves for records that are on their way: those that read words do, unless x
+    must be copied first, since what waits has to be launched directly behind the fetch.
+    """
+    both = (choice.gate_up, choice.down)
+    direct = choice.kernel == "direct" and all(uses_words(problem, tiles, x_TD.device) for tiles in both)
+    return direct and x_TD.data_ptr() % 16 == 0
 
 
 def direct_gate_up(

@@ -80,12 +80,14 @@ def words_gate_up(
     if x_TD.data_ptr() % 16:  # a view that begins in the middle of a word; loads are up to 16 bytes wide
         x_TD = x_TD.clone()
     tensors, strides = _weights(slab, "gate_up", tiles)
-    num_routes = placement.slots_TK.numel()
+    num_routes, arrival = placement.slots_TK.numel(), placement.arrival
     words_gate_up_kernel[(num_routes, triton.cdiv(shape.hidden_dim, tiles.block_n))](
         x_TD,
         *tensors,
         buffers.activated_PF,
         placement.slots_TK,
+        placement.slots_TK if arrival is None else arrival.turns_TK,
+        placement.slots_TK if arrival is None else arrival.arrived_S1,
         buffers.served_R,
         *strides,
         D=shape.model_dim,
@@ -93,6 +95,7 @@ def words_gate_up(
         TOP_K=problem.top_k,
         ACTIVATION=problem.activation,
         FIRST_WAVE=first_wave,
+        CHUNKS=0 if arrival is None else arrival.chunks[0],
         **_constants(slab, "gate_up", shape.model_dim, x_TD, 1, tiles),
         **pdl_options(x_TD.device),
     )
@@ -105,12 +108,14 @@ def words_down(
     """out: y [T, D] if add_up, else float32 rows [R, D]. early: options of a dependent launch."""
     slab, shape = placement.slab, problem.shape
     tensors, strides = _weights(slab, "down", tiles)
-    choices = next_power_of_two(problem.top_k)
+    choices, arrival = next_power_of_two(problem.top_k), placement.arrival
     words_down_kernel[(problem.num_tokens, triton.cdiv(shape.model_dim, tiles.block_n))](
         buffers.activated_PF,
         *tensors,
         out,
         placement.slots_TK,
+        placement.slots_TK if arrival is None else arrival.num_records,
+        placement.slots_TK if arrival is None else arrival.arrived_S1,
         weights_TK,
         *strides,
         D=shape.model_dim,
@@ -118,6 +123,7 @@ def words_down(
         TOP_K=problem.top_k,
         LEVELS=choices.bit_length() - 1,
         SUM=add_up,
+        CHUNKS=0 if arrival is None else arrival.chunks[1],
         **_constants(slab, "down", shape.hidden_dim, buffers.activated_PF, choices, tiles),
         **early,
     )

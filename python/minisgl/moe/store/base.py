@@ -116,9 +116,10 @@ class ExpertStore(Protocol):
         """What is stored for "gate_up" [E, 2F, D] or "down" [E, D, F], as float32: for reading and comparing."""
         ...
 
-    def place(self, routing: Routing) -> Iterable[Placement]:
+    def place(self, routing: Routing, awaits: bool = False, may_wait: bool = False) -> Iterable[Placement]:
         """Waves that together serve every route once whose id is not -1. Each is valid until the next is
-        asked for.
+        asked for. awaits: whether a wave may have an `arrival`. may_wait: whether the step isn't one that a CUDA graph holds,
+        so that the store may wait for the device where that serves its cache better.
         """
         ...
 

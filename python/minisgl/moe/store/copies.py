@@ -28,8 +28,8 @@ def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 class Copies(Protocol):
     """Copies into the slots of one slab."""
 
-    def start(self, slot: int, record_B: torch.Tensor, pinned: bool) -> None:
-        """Begin to copy a host record into a slot."""
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        """Begin to copy host records into a slot and those behind it."""
         ...
 
     def wait(self, slots: Sequence[int]) -> None:
@@ -47,8 +47,8 @@ class DirectCopies:
     def __init__(self, slab_SB: torch.Tensor) -> None:
         self._slab_SB = slab_SB
 
-    def start(self, slot: int, record_B: torch.Tensor, pinned: bool) -> None:
-        self._slab_SB[slot].copy_(record_B)
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        self._slab_SB[slot : slot + len(records_NB)].copy_(records_NB)
 
     def wait(self, slots: Sequence[int]) -> None:
         pass  # complete since `start`
@@ -79,19 +79,20 @@ class CopyChannel:
         """Pinned bytes of the ring."""
         return 0 if self._ring_RB is None else self._ring_RB.nbytes
 
-    def copy(self, target_B: torch.Tensor, record_B: torch.Tensor, pinned: bool) -> None:
-        """Enqueue one copy on the stream, through the ring unless the record is pinned."""
+    def copy(self, target_NB: torch.Tensor, records_NB: torch.Tensor, pinned: bool) -> None:
+        """Enqueue a copy on the stream, through the ring unless the records are pinned."""
         with torch.cuda.stream(self.stream):
             if pinned or self._ring_RB is None:
-                target_B.copy_(record_B, non_blocking=pinned)
+                target_NB.copy_(records_NB, non_blocking=pinned)
                 return
-            place = self._next
-            self._next = (place + 1) % len(self._sent)
-            if (sent := self._sent[place]) is not None:
-                sent.synchronize()
-            self._ring_RB[place].copy_(record_B)
-            target_B.copy_(self._ring_RB[place], non_blocking=True)
-            self._sent[place] = recorded(self.stream)
+            for target_B, record_B in zip(target_NB, records_NB):
+                place = self._next
+                self._next = (place + 1) % len(self._sent)
+                if (sent := self._sent[place]) is not None:
+                    sent.synchronize()
+                self._ring_RB[place].copy_(record_B)
+                target_B.copy_(self._ring_RB[place], non_blocking=True)
+                self._sent[place] = recorded(self.stream)
 
 
 class CudaCopies:
@@ -103,17 +104,23 @@ class CudaCopies:
         self._released: list[torch.cuda.Event | None] = [None] * len(slab_SB)
         self.release(range(len(slab_SB)))  # the memory may still be in use by whoever had it before
 
-    def start(self, slot: int, record_B: torch.Tensor, pinned: bool) -> None:
-        if (released := self._released[slot]) is not None:
-            self._channel.stream.wait_event(released)
-        self._channel.copy(self._slab_SB[slot], record_B, pinned)
-        self._copied[slot] = recorded(self._channel.stream)
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        slots = range(slot, slot + len(records_NB))
+        self._wait(self._channel.stream, [self._released[one] for one in slots])
+        self._channel.copy(self._slab_SB[slot : slots.stop], records_NB, pinned)
+        copied = recorded(self._channel.stream)
+        for one in slots:
+            self._copied[one] = copied
 
     def wait(self, slots: Sequence[int]) -> None:
         stream = torch.cuda.current_stream(self._channel.device)
-        for slot in slots:
-            if (copied := self._copied[slot]) is not None:
-                stream.wait_event(copied)
+        self._wait(stream, [self._copied[slot] for slot in slots])
+
+    def _wait(self, stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event | None]) -> None:
+        """For each event once: slots that were filled or given back together share theirs."""
+        for event in {id(event): event for event in events}.values():
+            if event is not None:
+                stream.wait_event(event)
 
     def release(self, slots: Sequence[int]) -> None:
         event = recorded(torch.cuda.current_stream(self._channel.device))

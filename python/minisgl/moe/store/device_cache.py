@@ -15,12 +15,12 @@ behind the layer's own fetches for as long as the following layer has not begun;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 
-from minisgl.moe.base import ExpertShape, Placement, Routing, Slab
+from minisgl.moe.base import Arrival, ExpertShape, Placement, Routing, Slab
 from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.store.base import CacheCounters, CacheView, Guess, StoreBytes
 from minisgl.moe.store.device_plan import CHUNK_BYTES, DevicePlan
@@ -29,7 +29,7 @@ from minisgl.moe.store.overlap import Overlap, Serial
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, graph_holds
 from minisgl.moe.store.records import ExpertRecords
-from minisgl.moe.store.routes import slots_of_routes, used_experts
+from minisgl.moe.store.routes import look, slots_of_waves
 from minisgl.moe.store.streaming import TransientSlots
 
 WARM_TOKENS = 4  # last tokens of a prompt whose experts are kept, if half of the slots hold them
@@ -81,11 +81,14 @@ class DeviceStore(ExpertRecords):
     def expect(self, guess: Guess) -> None:
         self._guess = guess
 
-    def place(self, routing: Routing) -> Iterable[Placement]:
+    def place(self, routing: Routing, awaits: bool = False, may_wait: bool = False) -> Iterable[Placement]:
         ids_TK = routing.ids_TK.contiguous()
         guess, self._guess = self._guess, None
-        if not self._is_planned(*ids_TK.shape):
+        many_waves = self.plan.num_waves(*ids_TK.shape) > 1
+        if not self._is_planned(*ids_TK.shape) or (may_wait and many_waves):
             return self._streaming(ids_TK)
+        if awaits and self._overlap.in_turn and self.plan.joins(*ids_TK.shape):
+            return self._in_turn(ids_TK)
         return self._planned(ids_TK, guess if self._may_prefetch(len(ids_TK)) else None)
 
     def bytes(self) -> StoreBytes:
@@ -132,6 +135,13 @@ class DeviceStore(ExpertRecords):
             finally:
                 self._overlap.end()
 
+    def _in_turn(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
+        """One wave for all routes, launched behind the fetch it waits for. Three launches, each of which begins early."""
+        slots_TK, turns_TK = self.plan.place_jointly(ids_TK, ahead=True)
+        chunks = self.plan.fetch_in_turn(self.records_EB, self.slab.records_SB, self._first_of_down)
+        arrival = Arrival(turns_TK, self.plan.arrived_S1, self.plan.num_fetch, chunks)
+        yield Placement(self.slab, slots_TK, arrival=arrival)
+
     def plan_early(self, guess: Guess) -> None:
         """List what to fetch early for this layer."""
         self.plan.plan_early(guess().contiguous())
@@ -152,33 +162,39 @@ class DeviceStore(ExpertRecords):
 
     def _streaming(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """A prompt; waits for its routing."""
-        place_of_E = self.plan.place_of_E()
-        used = [use.expert for use in used_experts(ids_TK, self.num_experts)]
-        hits = {expert: place_of_E[expert] for expert in used if place_of_E[expert] != EMPTY}
-        misses = [expert for expert in used if expert not in hits]
-        self._in_prompts += CacheCounters(hits=len(hits), misses=len(misses))
-        if hits:
-            yield Placement(self.slab, slots_of_routes(ids_TK, hits, self.num_experts))
+        following = () if self.following is None else (self.following.plan.slot_of_E,)
         kept = max(1, min(WARM_TOKENS, self.plan.num_slots // (2 * self._top_k)))
+        found = look(ids_TK, self.num_experts, kept, (*self.plan.where(), *following))
+        place_of_E = self.plan.place_of_E(*found.state[:2])
+        hits = {expert: place_of_E[expert] for expert in found.used if place_of_E[expert] != EMPTY}
+        misses = [expert for expert in found.used if expert not in hits]
+        self._in_prompts += CacheCounters(hits=len(hits), misses=len(misses))
+        # Those to be kept come last, so that few waves are searched for them.
+        waves = self._transient.plan(self, sorted(misses, key=lambda expert: (expert in found.last, expert)))
+        slots_of = [hits, *(wave.slot_of for wave in waves)]
+        slots_WE, slots_WR = slots_of_waves(found, slots_of, self.num_experts)
+        slots_WTK = slots_WR.view(-1, *ids_TK.shape)
+        if hits:
+            yield Placement(self.slab, slots_WTK[0])
         self.plan.place(ids_TK[-kept:], first=True, count=False)
-        complete = False
+        complete, near = False, self._transient.slab
+        ahead = self._ahead(len(misses), place_of_E.count(EMPTY), *found.state[2:])
         try:
-            for wave in self._transient.serve(
-                self, misses, self._ahead(len(misses), place_of_E.count(EMPTY))
-            ):
-                near_E = torch.full((self.num_experts,), EMPTY, dtype=torch.int32)
-                near_E[list(wave)] = torch.tensor(list(wave.values()), dtype=torch.int32)
-                near = self._transient.slab
-                self.plan.fetch_some(near.records_SB, near_E.to(self.device), self.slab.records_SB)
-                yield Placement(near, slots_of_routes(ids_TK, wave, self.num_experts))
+            for index, wave in enumerate(self._transient.serve(waves, ahead), start=1):
+                if not wave.slot_of:
+                    continue
+                if not found.last.isdisjoint(wave.slot_of):
+                    self.plan.fetch_some(near.records_SB, slots_WE[index], self.slab.records_SB)
+                yield Placement(near, slots_WTK[index])
             complete = True
         finally:
             if not complete:  # the maps promise experts that have not come yet
                 self.plan.fetch(self.records_EB, self.slab.records_SB)
 
-    def _ahead(self, num_missing: int, num_absent: int) -> tuple[DeviceStore, list[int]] | None:
+    def _ahead(
+        self, num_missing: int, num_absent: int, slot_of_E: Sequence[int] = ()
+    ) -> tuple[DeviceStore, list[int]] | None:
         """The next layer and what it lacks, if it will probably need most of that: if this one did."""
         if self.following is None or num_missing < max(1, STREAM_AHEAD * num_absent):
             return None
-        slot_of_E = self.following.plan.slot_of_E.tolist()
         return self.following, [expert for expert, slot in enumerate(slot_of_E) if slot == EMPTY]

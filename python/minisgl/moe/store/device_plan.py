@@ -5,23 +5,27 @@ The host launches and never looks; who does, by `.tolist()` of a tensor, waits f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from minisgl.moe.kernels.early import EARLY_SLOTS, FIELDS, fetch_early_kernel, plan_early_kernel
 from minisgl.moe.kernels.fetch import fetch_kernel
 from minisgl.moe.kernels.launch import has_dependent_launch, pdl_options
 from minisgl.moe.kernels.place import place_kernel
+from minisgl.moe.kernels.place_few import place_few_kernel
 from minisgl.moe.store.early import IN_FLIGHT, WINDOW
 from minisgl.moe.store.planning import num_waves
 from minisgl.moe.workspace import next_power_of_two
 
 FETCH_PROGRAMS = 16  # thread blocks that read host memory: 8 reach 50.3 GB/s of PCIe 5 x16, 16 reach 51.0
-COPY_PROGRAMS = 128  # that copy within device memory
-FETCH_WORDS = 4096  # int64 words a block has in flight: 32 KiB
+FETCH_WORDS = 1024  # int64 words one has under way: with 32 KiB instead of 8 a kernel beside it takes 65 us instead of 21
+COPY_PROGRAMS, COPY_WORDS = 128, 4096  # of a copy within device memory
 EARLY_WORDS = (
     512  # of a chunk that comes early, one a program: what is under way when demand begins must land first
 )
 CHUNK_BYTES = 8 * EARLY_WORDS
+FEW_ROUTES, FEW_SLOTS = 32, 128  # what one program compares with each other without spilling
 NUM_COUNTERS, NUM_EARLY_COUNTERS = (
     3,
     10,
@@ -72,21 +76,27 @@ class DevicePlan:
         self.slot_of_E, self.expert_of_S = ints(num_experts, -1), ints(num_slots, -1)
         self.last_use_E, self.uses_E, self.clock = ints(num_experts), ints(num_experts), ints(1)
         self.fetch_experts_S, self.fetch_slots_S, self.num_fetch = ints(num_slots), ints(num_slots), ints(1)
-        self.fetch_chunks_S = ints(num_slots)
+        self.fetch_chunks_S, self.arrived_S1 = ints(num_slots), ints(num_slots + 1)
         self.counters = ints(NUM_EARLY_COUNTERS if num_early else NUM_COUNTERS, dtype=torch.int64)
         self._kind_E, self._scores_S = ints(num_experts), ints(num_slots, dtype=torch.int64)
 
-    def place_of_E(self) -> list[int]:
-        """Where in the slab each expert is, -1: nowhere. Waits for the device."""
-        slot_of_E = self.slot_of_E.tolist()
-        if not self.early.num_early:
-            return slot_of_E
-        place_of_S = self.early.place_of_S.tolist()
+    def where(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `place_of_E` needs on the host: slot_of_E int32 [E], and the place in the slab of each slot, int32 [S + A]."""
+        return self.slot_of_E, self.early.place_of_S
+
+    @staticmethod
+    def place_of_E(slot_of_E: Sequence[int], place_of_S: Sequence[int]) -> list[int]:
+        """Where in the slab each expert is, -1: nowhere."""
         return [place_of_S[slot] if slot >= 0 else slot for slot in slot_of_E]
 
     def num_waves(self, num_tokens: int, top_k: int) -> int:
         """Waves that serve so many tokens, whatever they route to."""
         return num_waves(num_tokens, top_k, self.num_experts, self.num_slots)
+
+    def joins(self, num_tokens: int, top_k: int) -> bool:
+        """Whether `place_jointly` can plan a step of so many tokens: few routes, that one wave serves, and no early slots."""
+        few = num_tokens * top_k <= min(FEW_ROUTES, self.num_slots) and self.num_slots < FEW_SLOTS
+        return few and not self.early.num_early
 
     def place(
         self, ids_TK: torch.Tensor, first: bool, count: bool = True
@@ -95,6 +105,8 @@ class DevicePlan:
 
         ids_TK: int32, contiguous. first: whether it is the step's first wave. count: False leaves the counters alone.
         """
+        if self.joins(*ids_TK.shape):
+            return self._place_few(ids_TK, count, joint=False, ahead=False)
         hit_slots_TK, miss_slots_TK = torch.empty_like(ids_TK), torch.empty_like(ids_TK)
         place_kernel[(1,)](
             ids_TK,
@@ -127,6 +139,44 @@ class DevicePlan:
             num_warps=4,
         )
         return hit_slots_TK, miss_slots_TK
+
+    def place_jointly(self, ids_TK: torch.Tensor, ahead: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plan a whole step: (slots, turns of the fetches that routes wait for, -1 for none), int32 [T, K] each.
+
+        ahead: read the state before the kernel launched just before has ended. That must not be one that writes it.
+        """
+        return self._place_few(ids_TK, count=True, joint=True, ahead=ahead)
+
+    def _place_few(
+        self, ids_TK: torch.Tensor, count: bool, joint: bool, ahead: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slots_TK, others_TK = torch.empty_like(ids_TK), torch.empty_like(ids_TK)
+        slots = max(next_power_of_two(self.num_slots + 1), 16)
+        place_few_kernel[(1,)](
+            ids_TK,
+            slots_TK,
+            others_TK,
+            self.slot_of_E,
+            self.expert_of_S,
+            self.last_use_E,
+            self.uses_E,
+            self.clock,
+            self.fetch_experts_S,
+            self.fetch_slots_S,
+            self.num_fetch,
+            self.arrived_S1,
+            self.counters,
+            ids_TK.numel(),
+            S=self.num_slots,
+            JOINT=joint,
+            COUNT=count,
+            AHEAD=ahead,
+            ROUTES=max(next_power_of_two(ids_TK.numel()), 8),
+            SLOTS=slots,
+            num_warps=max(slots // 32, 1),
+            **pdl_options(ids_TK.device),
+        )
+        return slots_TK, others_TK
 
     def plan_early(self, ids_TK: torch.Tensor) -> None:
         """List what to fetch early for a routing that is a guess: ids_TK int32 [T, K], the likeliest first."""
@@ -184,27 +234,40 @@ class DevicePlan:
         records_EB: uint8 [E, nbytes], pinned where the slab is on a CUDA device. begin, end: multiples of 8.
         ahead: start while the fetch before this one drains; whatever needs both must then wait for both.
         """
-        part = (begin, slab_SB.shape[1] if end is None else end)
-        self._fetch(records_EB, slab_SB, part, None, FETCH_PROGRAMS, ahead)
+        end = slab_SB.shape[1] if end is None else end
+        # Every fetch lets the next one start; whether it does is up to that one.
+        dependent = pdl_options(slab_SB.device) if ahead else {"PDL": has_dependent_launch(slab_SB.device)}
+        self._fetch(records_EB, slab_SB, (begin, end, end), **dependent)
+
+    def fetch_in_turn(self, records_EB: torch.Tensor, slab_SB: torch.Tensor, cut: int) -> tuple[int, int]:
+        """Copy what the latest `place_jointly` listed into its slots, first all bytes before `cut`, a multiple of 8, and count
+        what has come in `arrived_S1`. To be launched directly behind it, and before whatever waits for it.
+
+        Returns how many chunks a record has before and after the cut.
+        """
+        ends = (0, cut, slab_SB.shape[1])
+        block = self._fetch(records_EB, slab_SB, ends, counts=True, **pdl_options(slab_SB.device))
+        return -(-cut // block), -(-(ends[2] - cut) // block)
 
     def fetch_some(self, records_XB: torch.Tensor, place_of_E: torch.Tensor, slab_SB: torch.Tensor) -> None:
         """Of what the latest `place` listed, copy what records_XB holds: expert e at place_of_E[e], int32 [E], unless -1."""
-        self._fetch(records_XB, slab_SB, (0, slab_SB.shape[1]), place_of_E, COPY_PROGRAMS)
+        end = slab_SB.shape[1]
+        self._fetch(records_XB, slab_SB, (0, end, end), place_of_E, PDL=has_dependent_launch(slab_SB.device))
 
     def _fetch(
         self,
         records_EB: torch.Tensor,
         slab_SB: torch.Tensor,
-        part: tuple[int, int],
-        place_of_E: torch.Tensor | None,
-        programs: int,
-        ahead: bool = False,
-    ) -> None:
-        begin, end = part[0] // 8, part[1] // 8
-        device = slab_SB.device
-        # Every fetch lets the next one start; whether it does is up to that one.
-        dependent = pdl_options(device) if ahead else {"PDL": has_dependent_launch(device)}
-        block = min(FETCH_WORDS, next_power_of_two(end - begin))
+        ends: tuple[int, int, int],
+        place_of_E: torch.Tensor | None = None,
+        counts: bool = False,
+        **dependent: bool,
+    ) -> int:
+        """ends: begin, cut and end in bytes; see `fetch_kernel`. Returns bytes a chunk."""
+        begin, cut, end = (e // 8 for e in ends)
+        some, early = place_of_E is not None, self.early.num_early > 0
+        programs, words = (COPY_PROGRAMS, COPY_WORDS) if some else (FETCH_PROGRAMS, FETCH_WORDS)
+        block = min(words, next_power_of_two(max(cut - begin, end - cut)))
         most = self.num_slots * -(-(end - begin) // block)
         fetch_kernel[(min(programs, most),)](
             records_EB.view(torch.int64),
@@ -214,12 +277,16 @@ class DevicePlan:
             self.fetch_slots_S,
             self.fetch_chunks_S,
             self.num_fetch,
+            self.arrived_S1,
             WORDS=slab_SB.shape[1] // 8,
             BEGIN=begin,
+            CUT=cut,
             END=end,
-            SOME=place_of_E is not None,
-            EARLY=EARLY_WORDS * (self.early.num_early > 0),
+            COUNTS=counts,
+            SOME=some,
+            EARLY=EARLY_WORDS * early,
             BLOCK=block,
             num_warps=8,
             **dependent,
         )
+        return 8 * block

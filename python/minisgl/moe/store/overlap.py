@@ -1,5 +1,11 @@
 """Overlap: how the fetches of a layer that the device plans share the device with the computation of its hits.
 
+Where a kernel may start before the one ahead has ended, and the kernels that compute can wait by themselves:
+
+main     place, fetch, all routes: those whose record is on its way wait for it
+
+Elsewhere, and where something comes early:
+
 main     place | hits | missed routes | attention of the next layer          | place
 second          fetch gate_up, down   | fetch early, until the next layer's place
 third           router of the next layer, list of what to fetch early
@@ -18,10 +24,12 @@ from minisgl.moe.store.copies import recorded
 class Overlap(Protocol):
     """How fetches and the computation of hits share the device. prefetches: whether guesses get the link when it is idle.
     by_events: whether `join` waits for an event of each fetch, so that one may start while the one before it drains.
+    in_turn: whether one launch may fetch everything ahead of a launch that computes everything and waits by itself.
     """
 
     prefetches: bool
     by_events: bool
+    in_turn: bool
 
     def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
         """Launch the fetches one after the other, and after everything launched so far."""
@@ -45,8 +53,8 @@ class Serial:
 
     by_events = False
 
-    def __init__(self, prefetches: bool = False) -> None:
-        self.prefetches = prefetches
+    def __init__(self, prefetches: bool = False, in_turn: bool = False) -> None:
+        self.prefetches, self.in_turn = prefetches, in_turn
 
     def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
         for fetch in fetches:
@@ -71,7 +79,7 @@ class Forked:
     by_events = True
 
     def __init__(self, device: torch.device, prefetches: bool = False) -> None:
-        self.prefetches = prefetches
+        self.prefetches, self.in_turn = prefetches, torch.cuda.get_device_capability(device) >= (9, 0)
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._aside = torch.cuda.Stream(device) if prefetches else self._stream
         self._begun: torch.cuda.Event | None = None

@@ -28,7 +28,7 @@ class ResidentStore(ExpertRecords):
     def num_slots(self) -> int:
         return self.num_experts
 
-    def place(self, routing: Routing) -> Iterable[Placement]:
+    def place(self, routing: Routing, awaits: bool = False, may_wait: bool = False) -> Iterable[Placement]:
         yield Placement(self.slab, routing.ids_TK)
 
     def bytes(self) -> StoreBytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -41,3 +42,43 @@ def slots_of_routes(ids_TK: torch.Tensor, slot_of: Mapping[int, int], num_expert
     slot_of_E1 = torch.full((num_experts + 1,), -1, dtype=torch.int32)  # the last answers id -1
     slot_of_E1[list(slot_of)] = torch.tensor(list(slot_of.values()), dtype=torch.int32)
     return slot_of_E1.to(ids_TK.device, non_blocking=True)[ids_TK.long()]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the host must know to serve a prompt: which experts it uses, ascending; `state`, as it was asked for; the experts of
+    its last tokens. index_R: int64, the expert of each route, num_experts for none.
+    """
+
+    used: list[int]
+    state: list[list[int]]
+    last: set[int]
+    index_R: torch.Tensor
+
+
+def look(ids_TK: torch.Tensor, num_experts: int, num_last: int, state: Sequence[torch.Tensor]) -> Look:
+    """A routing, and int32 tensors beside it, in one copy. Waits for the device."""
+    index_R = ids_TK.reshape(-1).long().remainder_(num_experts + 1)
+    used_E1 = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids_TK.device).scatter_(0, index_R, 1)
+    parts = [used_E1, ids_TK[-num_last:].reshape(-1), *state]
+    values = torch.cat(parts).tolist()
+    lists = []
+    for part in parts:
+        lists.append(values[: len(part)])
+        values = values[len(part) :]
+    used, last, *found = lists
+    return Look([e for e in range(num_experts) if used[e]], found, set(last) - {-1}, index_R)
+
+
+def slots_of_waves(
+    look: Look, waves: Sequence[Mapping[int, int]], num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For waves {expert: slot}: (int32 [waves, E], the slot of each expert; int32 [waves, R], of each route), -1 for none. One
+    copy to the device for all of them.
+    """
+    table = np.full((len(waves), num_experts + 1), -1, dtype=np.int32)  # the last column answers "no expert"
+    for row, wave in zip(table, waves):
+        row[list(wave)] = list(wave.values())
+    host, device = torch.from_numpy(table), look.index_R.device
+    on_device = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return on_device[:, :num_experts], on_device[:, look.index_R]

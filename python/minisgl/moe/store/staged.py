@@ -60,7 +60,7 @@ class StagedStore(ExpertRecords):
     def num_slots(self) -> int:
         return self.slab.num_slots
 
-    def place(self, routing: Routing) -> Iterable[Placement]:
+    def place(self, routing: Routing, awaits: bool = False, may_wait: bool = False) -> Iterable[Placement]:
         """Waves; see the module. Waits for the routing."""
         ids_TK = routing.ids_TK
         current, misses = self._use(ids_TK)
@@ -108,7 +108,7 @@ class StagedStore(ExpertRecords):
         """
         for load in self._table.fill(experts, keep):
             pinned = load.expert < self._host.num_pinned
-            self._copies.start(load.slot, self.records_EB[load.expert], pinned)
+            self._copies.start(load.slot, self.records_EB[load.expert : load.expert + 1], pinned)
             self._counters += CacheCounters(evictions=load.evicted != EMPTY, num_bytes=self.layout.nbytes)
 
     def _wave(

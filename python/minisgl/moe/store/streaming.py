@@ -6,13 +6,15 @@ so that the link stays busy while the rest of the layer computes:
 
     link      layer 3: e7 e9 e12 … | layer 4: e0 e1 e2 …
     compute        layer 3: wave, wave, …, attention of layer 4 | layer 4: wave, …
+
+Neighbours that go into neighbouring slots are one copy: launching a copy takes the host nearly as long as an expert travels.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,11 +32,25 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class Travelling:
-    """A copy that was started: whose expert, and into which slot."""
+    """A copy: whose expert, and into which slot. wanted: False if it was started ahead in vain."""
 
     owner: Owner
     expert: int
     slot: int
+    wanted: bool = True
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Experts computed together, perhaps none, and the copies that are started before, mostly of later waves."""
+
+    starts: tuple[Travelling, ...]
+    travelling: tuple[Travelling, ...]
+
+    @property
+    def slot_of(self) -> dict[int, int]:
+        """Slot of each of its experts."""
+        return {one.expert: one.slot for one in self.travelling if one.wanted}
 
 
 class TransientSlots:
@@ -51,56 +67,100 @@ class TransientSlots:
         self._copies = copies(slots_XB)
         self._free = deque(range(num_slots))
         self._ahead: deque[Travelling] = deque()
+        self._unserved: list[int] = []  # slots of a plan's first waves, if it comes to nothing
+
+    def plan(self, owner: Owner, experts: Sequence[int]) -> list[Wave]:
+        """Waves that together hold each of `owner`'s `experts` once: first those that were started ahead. Nothing is started.
+        They are to be served before anything else is planned, or not at all.
+        """
+        self._free.extend(self._unserved)
+        ready = self._arrived(owner, experts)
+        self._unserved = [travelling.slot for travelling in ready]
+        there = {travelling.expert for travelling in ready if travelling.wanted}
+        waiting = deque(expert for expert in experts if expert not in there)
+        waves, free = [], deque(self._free)
+        while ready or waiting:
+            starts = [
+                Travelling(owner, waiting.popleft(), free.popleft())
+                for _ in range(min(len(waiting), len(free)))
+            ]
+            ready.extend(starts)
+            wave = [ready.popleft() for _ in range(min(self.wave_size, len(ready)))]
+            free.extend(travelling.slot for travelling in wave)
+            waves.append(Wave(tuple(starts), tuple(wave)))
+        return waves
 
     def serve(
-        self,
-        owner: Owner,
-        experts: Sequence[int],
-        following: tuple[Owner, Sequence[int]] | None = None,
-    ) -> Iterator[dict[int, int]]:
-        """Waves {expert: slot} that together hold each of `owner`'s `experts` once. A wave's slots are its own until the next
-        is asked for, and complete for whatever is launched meanwhile.
+        self, waves: Sequence[Wave], following: tuple[Owner, Sequence[int]] | None = None
+    ) -> Iterator[Wave]:
+        """The planned waves, also those without experts. A wave's slots are its own until the next is asked for, and complete
+        for whatever is launched meanwhile.
 
         following: the layer after this one and the experts it will probably need: they follow when these are on their way.
         """
-        ready = deque(self._arrived(owner, experts))
-        on_their_way = {travelling.expert for travelling in ready}
-        waiting = deque((owner, expert) for expert in experts if expert not in on_their_way)
-        after = deque((following[0], expert) for expert in following[1]) if following else deque()
+        self._unserved = []
+        after = deque(following[1]) if following else deque()
+        not_started = sum(len(wave.starts) for wave in waves)
+        started = sum(len(wave.travelling) for wave in waves) - not_started
+        taken = deque(travelling for wave in waves for travelling in wave.travelling)
         try:
-            while ready or waiting:
-                self._start(waiting, ready)
-                if not waiting:
-                    self._start(after, self._ahead)
-                wave = [ready.popleft() for _ in range(min(self.wave_size, len(ready)))]
+            for wave in waves:
+                self._start(wave.starts)
+                started, not_started = started + len(wave.starts), not_started - len(wave.starts)
+                if following and not not_started:
+                    self._start_ahead(following[0], after)
                 yield from self._hand_out(wave)
-            self._start(after, self._ahead)
+                started -= len(wave.travelling)
+                for _ in wave.travelling:
+                    taken.popleft()
+            if following:
+                self._start_ahead(following[0], after)
         finally:  # a step that ends in the middle gives its slots back; later copies into them come after those under way
-            self._free.extend(travelling.slot for travelling in ready)
+            self._free.extend(taken.popleft().slot for _ in range(started))
 
-    def _arrived(self, owner: Owner, experts: Sequence[int]) -> list[Travelling]:
-        """What was started ahead for this layer and is needed; the slots of everything else started ahead are free again."""
-        wanted, useful = set(experts), []
-        while self._ahead:
-            travelling = self._ahead.popleft()
-            if travelling.owner is owner and travelling.expert in wanted:
-                useful.append(travelling)
-            else:
-                self._free.append(travelling.slot)
-        return useful
+    def _arrived(self, owner: Owner, experts: Sequence[int]) -> deque[Travelling]:
+        """What was started ahead, for this layer or in vain: slots always become free in the order in which they were taken, so
+        that neighbours stay neighbours.
+        """
+        needed, ahead = set(experts), self._ahead
+        self._ahead = deque()
+        return deque(replace(one, wanted=one.owner is owner and one.expert in needed) for one in ahead)
 
-    def _start(self, waiting: deque[tuple[Owner, int]], started: deque[Travelling]) -> None:
-        while waiting and self._free:
-            (owner, expert), slot = waiting.popleft(), self._free.popleft()
-            self._copies.start(slot, owner.records_EB[expert], pinned=True)
-            owner.num_streamed += 1
-            started.append(Travelling(owner, expert, slot))
+    def _start_ahead(self, owner: Owner, experts: deque[int]) -> None:
+        count = min(len(experts), len(self._free))
+        ahead = [Travelling(owner, experts.popleft(), self._free[index]) for index in range(count)]
+        self._start(ahead)
+        self._ahead.extend(ahead)
 
-    def _hand_out(self, wave: Sequence[Travelling]) -> Iterator[dict[int, int]]:
-        slots = [travelling.slot for travelling in wave]
+    def _start(self, travelling: Sequence[Travelling]) -> None:
+        """Start copies into the first free slots."""
+        for run in _runs(travelling):
+            owner, expert = run[0].owner, run[0].expert
+            self._copies.start(run[0].slot, owner.records_EB[expert : expert + len(run)], pinned=True)
+            owner.num_streamed += len(run)
+        for one in travelling:
+            taken = self._free.popleft()
+            assert taken == one.slot, "waves are served as they were planned"
+
+    def _hand_out(self, wave: Wave) -> Iterator[Wave]:
+        slots = [travelling.slot for travelling in wave.travelling]
         self._copies.wait(slots)
         try:
-            yield {travelling.expert: travelling.slot for travelling in wave}
-        finally:
+            yield wave
+        except BaseException:
             self._copies.release(slots)
-            self._free.extend(slots)
+            raise
+        self._copies.release(slots)
+        self._free.extend(slots)
+
+
+def _runs(travelling: Sequence[Travelling]) -> Iterator[list[Travelling]]:
+    """Neighbouring experts that go into neighbouring slots, together."""
+    run: list[Travelling] = []
+    for one in travelling:
+        if run and (one.expert, one.slot) != (run[-1].expert + 1, run[-1].slot + 1):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
