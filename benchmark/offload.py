@@ -22,9 +22,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,11 +33,12 @@ from rich.console import Console
 from engine import SHAPES
 from minisgl import LLM, SamplingParams
 from minisgl.core import Request
+from minisgl.moe.base import ExpertShape
+from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.store import CacheCounters, ExpertStore, ResidentStore, StagedStore
 from minisgl.moe.store.device_cache import DeviceStore, Serial
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import SlotTable, place_step
-from minisgl.moe.store.records import ExpertRecords
 from offload_report import plot, show_decode, show_prompt
 from record import append_record, event_ms
 from routing.forced import ForcedBackend, ForcedRouting, one_layer_of_random_weights
@@ -56,6 +57,14 @@ TINY = {
     "num_experts_per_tok": 4,
 }
 WARM_STEPS = 64  # the caches hold what they would hold in the long run
+
+
+class Source(NamedTuple):
+    """What the stores of a layer are made from."""
+
+    records_EB: torch.Tensor
+    shape: ExpertShape
+    format: ExpertFormat
 
 
 class Bench:
@@ -91,43 +100,46 @@ class Bench:
         if engine._offload is None:
             raise SystemExit("every expert fits on the device: give fewer --slots or a --gpu-memory-limit")
         self.engine, self.device, self.mode = engine, engine.device, engine._offload.mode
-        self.layers = list(engine.decoder.moe_layers().values())
+        self.layers: list[Any] = list(engine.decoder.moe_layers().values())
         moe = engine.spec.moe
         assert moe is not None
         self.num_experts, self.top_k, self.batch = moe.num_experts, moe.rule.top_k, batch
-        self.offloaded: list[Any] = [layer.store for layer in self.layers]
-        self.record_bytes = self.offloaded[0].layout.nbytes
+        stores: list[Any] = [layer.store for layer in self.layers]
+        self.sources = [Source(store.records_EB, store.shape, store.format) for store in stores]
+        self.num_slots, self.record_bytes = stores[0].num_slots, stores[0].layout.nbytes
+        self.is_own = True  # the engine's stores are there as it made them
         self.forced = ForcedRouting(len(self.layers), batch, self.top_k, self.device)
         for index, layer in enumerate(self.layers):
             layer.backend = ForcedBackend(layer.backend, self.forced, index)
 
-    @property
-    def slots(self) -> int:
-        return self.offloaded[0].num_slots
-
-    def use(self, make: Callable[[ExpertRecords], ExpertStore]) -> None:
+    def use(self, make: Callable[[Source], ExpertStore]) -> None:
         """New stores for all layers, made from the records; and new graphs, since those hold the stores' memory."""
         self.engine._graphs = None
+        self.is_own = False
         for layer in self.layers:
             layer.store = None  # type: ignore[assignment]
-        gc.collect()
-        made = [make(store) for store in self.offloaded]
+        gc.collect()  # the old stores' slabs: there may not be room for both
+        torch.cuda.empty_cache()
+        made = [make(source) for source in self.sources]
         for layer, store in zip(self.layers, made):
             layer.store = store
         for one, following in pairwise(made):
             if isinstance(one, DeviceStore) and isinstance(following, DeviceStore):
                 one.following = following
-        if not isinstance(made[0], ResidentStore):
-            self.offloaded = made
         with torch.inference_mode():
             self.engine._graphs = self.engine._make_graphs()
 
-    def cached(self, num_slots: int, overlap: str) -> Callable[[ExpertRecords], ExpertStore]:
+    def use_cached(self, num_slots: int, overlap: str) -> None:
+        """A cache of so many slots a layer; the engine's own if that is one and still there."""
+        if not (self.is_own and num_slots == self.num_slots and overlap == "forked"):
+            self.use(self.cached(num_slots, overlap))
+
+    def cached(self, num_slots: int, overlap: str) -> Callable[[Source], ExpertStore]:
         """What `use` takes, for a cache of so many slots a layer."""
         shared = self.engine._offload
         assert shared is not None
 
-        def make(old: ExpertRecords) -> ExpertStore:
+        def make(old: Source) -> ExpertStore:
             pinned = self.num_experts if self.mode == "device" else 0
             host = HostRecords(old.records_EB, pinned)
             if self.mode == "staged":
@@ -140,7 +152,7 @@ class Bench:
 
         return make
 
-    def resident(self, old: ExpertRecords) -> ExpertStore:
+    def resident(self, old: Source) -> ExpertStore:
         """What `use` takes, for all experts on the device."""
         store = ResidentStore(self.num_experts, old.shape, old.format, self.device)
         store.records_EB.copy_(old.records_EB)
@@ -173,11 +185,10 @@ class Bench:
 
     def _held(self) -> list[set[int]]:
         """Experts in the slots of each layer."""
-        tables = [
-            store.plan.expert_of_S.tolist() if isinstance(store, DeviceStore) else store._table.expert_of_S
-            for store in self.offloaded
+        views = [layer.store.view() for layer in self.layers]
+        return [
+            set() if view is None else set(view.resident_E.nonzero().flatten().tolist()) for view in views
         ]
-        return [{expert for expert in table if expert >= 0} for table in tables]
 
     def decode(self, ids_NLTK: np.ndarray, context: int) -> dict[str, Any]:
         """Milliseconds a step, over all steps after WARM_STEPS, of `batch` requests with `context` tokens before them."""
@@ -226,7 +237,7 @@ class Bench:
 
     def link_bytes_per_s(self) -> float:
         """Of the copy engine, from these very records."""
-        source = self.offloaded[0].records_EB
+        source = self.sources[0].records_EB
         target = torch.empty_like(source, device=self.device)
         return source.nbytes / event_ms(lambda: target.copy_(source, non_blocking=True), repeats=8) * 1e3
 
@@ -278,8 +289,9 @@ def decode_row(
     args: argparse.Namespace, bench: Bench, ids_NLTK: np.ndarray, parts: dict[str, float], link: float | None
 ) -> dict[str, Any]:
     """One measurement beside its bound; see the module."""
+    num_slots = bench.layers[0].store.num_slots
     row: dict[str, Any] = {**parts, **bench.decode(ids_NLTK, args.context), "link_bytes_per_s": link}
-    misses = expected_misses(ids_NLTK, bench.num_experts, bench.slots)
+    misses = expected_misses(ids_NLTK, bench.num_experts, num_slots)
     row["expected_bytes"] = float(misses.sum(1).mean()) * bench.record_bytes
     if link:
         link_ms = misses * bench.record_bytes / link * 1e3
@@ -296,18 +308,18 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         start = time.perf_counter()
         bench = Bench(args, weight_format, args.batch)
         seconds = time.perf_counter() - start
-        console.print(f"{weight_format}: loaded in {seconds:.1f} s, {bench.mode}, {bench.slots} slots")
+        console.print(f"{weight_format}: loaded in {seconds:.1f} s, {bench.mode}, {bench.num_slots} slots")
         on_cuda = bench.device.type == "cuda"
         link = bench.link_bytes_per_s() if on_cuda else None
-        slots = [bench.slots] if args.slots == "auto" else [int(s) for s in args.slots.split(",")]
+        slots = [bench.num_slots] if args.slots == "auto" else [int(s) for s in args.slots.split(",")]
         routings = routings_of(args, bench)
         parts: dict[str, float] = {}
         if on_cuda and args.resident and not args.gpu_memory_limit:
             parts = resident_parts(args, bench, next(iter(routings.values())))
             console.print({name: round(value, 2) for name, value in parts.items()})
-        for num_slots, overlap in product(slots, args.overlap.split(",")):
+        for num_slots, overlap in [(n, way) for n in slots for way in args.overlap.split(",")]:
             case = {"format": weight_format, "slots": num_slots, "overlap": overlap, "batch": args.batch}
-            bench.use(bench.cached(num_slots, overlap))
+            bench.use_cached(num_slots, overlap)
             for kind, ids_NLTK in routings.items():
                 if "@" in kind and int(kind.split("@")[1]) != num_slots:
                     continue  # it has that hit rate with that many slots only

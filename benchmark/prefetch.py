@@ -27,8 +27,7 @@ from minisgl.moe.store.device_cache import DeviceStore
 from minisgl.moe.store.overlap import Forked
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import SlotTable, place_step
-from minisgl.moe.store.records import ExpertRecords
-from offload import WARM_STEPS, Bench
+from offload import WARM_STEPS, Bench, Source
 from record import append_record
 from routing.forced import ForcedBackend, ForcedRouting
 from routing.synthetic import make_routing
@@ -56,7 +55,7 @@ def use(bench: Bench, num_slots: int, prefetches: bool) -> None:
     assert shared is not None
     overlap = Forked(bench.device, prefetches)
 
-    def make(old: ExpertRecords) -> DeviceStore:
+    def make(old: Source) -> DeviceStore:
         host = HostRecords(old.records_EB, bench.num_experts)
         return DeviceStore(
             host,
