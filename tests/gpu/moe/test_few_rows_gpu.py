@@ -15,28 +15,22 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def backend_with(
-    monkeypatch, block_m: int, warps: int = 1, preload: int = 2, stages: int = 2
+    monkeypatch, block_m: int, warps: int = 1, preload: int = 2, stages: int = 2, pairs: int = 1
 ) -> FusedMoeBackend:
-    tiles = (
-        Tiles(16 * warps, 128, warps, stages, preload=preload),
-        Tiles(32 * warps, 128, warps, stages, preload=preload),
-    )
-    backend, choice = FusedMoeBackend(), Choice("few_rows", block_m, *tiles)
+    up, down = (Tiles(rows * pairs * warps, 128, warps, stages, preload=preload) for rows in (8, 16))
+    backend, choice = FusedMoeBackend(), Choice("few_rows", block_m, up, down)
     monkeypatch.setattr(backend, "choose", lambda problem, device: choice)
     return backend
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize(
-    ("group", "block_m", "dims"),
+    ("group", "block_m", "dims", "warps", "symmetric"),
     [
-        (128, 8, (1024, 384)),
-        (128, 16, (384, 1024)),
-        (128, 32, (512, 640)),
-        (64, 8, (320, 192)),
-        (64, 16, (2880, 704)),
-        (32, 8, (352, 96)),
+        (128, 8, (1024, 384), 1, True),
+        (128, 16, (384, 640), 4, False),
+        (128, 32, (512, 640), 1, True),
+        (64, 16, (320, 192), 1, False),
+        (32, 8, (352, 96), 4, True),
     ],
 )
 def test_agrees_with_float64_in_one_wave_and_in_two(group, block_m, dims, warps, symmetric, monkeypatch):
@@ -49,20 +43,19 @@ def test_agrees_with_float64_in_one_wave_and_in_two(group, block_m, dims, warps,
     assert torch.equal(run_step(backend, case, stored, waves=2), resident)
 
 
-@pytest.mark.parametrize(("preload", "stages"), [(1, 1), (2, 1), (4, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("preload", "stages"), [(2, 1), (4, 2)])
 def test_options_don_t_change_the_bits(preload, stages, monkeypatch):
     case = cuda_case(16, 4, 8, 2048, 768, seed=2)
     stored = store(case, "int4", 128, True, "cuda")
     usual = run_step(backend_with(monkeypatch, 8), case, stored)
-    assert torch.equal(run_step(backend_with(monkeypatch, 8, 4, preload, stages), case, stored), usual)
+    assert torch.equal(run_step(backend_with(monkeypatch, 8, 4, preload, stages, 2), case, stored), usual)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gpt_oss"])
-def test_biases(activation, monkeypatch):
+def test_biases(monkeypatch):
     case = cuda_case(9, 2, 4, 320, 192, bias=True, seed=3)
     stored = store(case, "int4", 64, False, "cuda")
-    y = run_step(backend_with(monkeypatch, 16), case, stored, activation)
-    assert relative_error(y, expected(case, stored, activation)) < stored.tolerance
+    y = run_step(backend_with(monkeypatch, 8), case, stored, "gpt_oss")
+    assert relative_error(y, expected(case, stored, "gpt_oss")) < stored.tolerance
 
 
 def test_a_measured_choice_and_missing_routes():
