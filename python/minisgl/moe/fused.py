@@ -203,14 +203,20 @@ class FusedStep:
         if interpreted and first_wave:
             codes = buffers.x_ready(self.x_TD, problem.format)
             _quantize_interpreted(self.x_TD, codes, buffers.x_scale_T)
-        gemms = launch_few_rows if choice.kernel == "few_rows" else launch
-        gemms.gate_up(self.x_TD, slab, problem, choice, self.num_routes, buffers)
+        few_rows = choice.kernel == "few_rows"
+        (launch_few_rows if few_rows else launch).gate_up(
+            self.x_TD, slab, problem, choice, self.num_routes, buffers
+        )
         placement.before_down()
         if interpreted:
             _quantize_interpreted(buffers.activated_PF, buffers.activated_codes_PF, buffers.activated_scale_P)
         elif problem.format in FP8_FORMATS and not launch.codes_in_down(problem, block_m, self.x_TD):
             launch.quantize_activated(problem, block_m, self.num_routes, buffers)
-        gemms.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
+        if few_rows:
+            arriving = placement.in_two_parts
+            launch_few_rows.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers, arriving)
+        else:
+            launch.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
 
     def finish(self) -> torch.Tensor:
         if self.finished or self.num_routes == 0:

@@ -44,7 +44,6 @@ def _constants(slab: Slab, name: str, num_cols: int, x: torch.Tensor, choice: Ch
         "ASM": x.dtype == torch.bfloat16 and launch.on_cuda(x.device),
         "num_warps": tiles.num_warps,
         "maxnreg": 128 if limit else None,
-        **pdl_options(x.device),
     }
 
 
@@ -68,12 +67,15 @@ def gate_up(
         TOP_K=problem.top_k,
         ACTIVATION=problem.activation,
         **_constants(slab, "gate_up", shape.model_dim, x_TD, choice),
+        **pdl_options(x_TD.device),
     )
 
 
 def down(
-    rows_RD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers
-) -> None:
+    rows_RD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers,
+    arriving: bool = False,
+) -> None:  # fmt: skip
+    """arriving: whether weights may have come just now. The kernel asks for them before its wait, so it mustn't start early."""
     shape = problem.shape
     tensors, strides = _weights(slab, "down", choice.down)
     blocks = max_blocks(num_routes, problem.num_slots, choice.block_m)
@@ -89,4 +91,5 @@ def down(
         D=shape.model_dim,
         F=shape.hidden_dim,
         **_constants(slab, "down", shape.hidden_dim, rows_RD, choice),
+        **({"PDL": False} if arriving else pdl_options(rows_RD.device)),
     )
