@@ -10,7 +10,8 @@ Routing is forced where a backend decides it (`backend.route`), so the model run
 
 since a layer must end before the next begins; the three parts are measured in the same run (`--no-resident` where not all
 experts fit on the device: then only the link's part is shown). Misses are those of the definition in `moe/store/planning.py`
-on the same routing, so a cache that keeps the wrong experts shows. Appends a JSON line to benchmark/results/offload.jsonl.
+on the same routing: a row that fetched something else (a cache that keeps the wrong experts, a routing that wasn't the forced
+one) is refused, not recorded. Appends a JSON line to benchmark/results/offload.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import gc
 import json
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ from minisgl.moe.formats import ExpertFormat
 from minisgl.moe.store import CacheCounters, ExpertStore, ResidentStore, StagedStore
 from minisgl.moe.store.device_cache import DeviceStore, Serial
 from minisgl.moe.store.pinned import HostRecords
-from minisgl.moe.store.planning import SlotTable, place_step
+from offload_expected import check_bytes, expected_misses
 from offload_report import plot, show_decode, show_prompt
 from record import append_record, event_ms
 from routing.forced import ForcedBackend, ForcedRouting, one_layer_of_random_weights
@@ -111,9 +111,18 @@ class Bench:
         self.forced = ForcedRouting(len(self.layers), batch, self.top_k, self.device)
         for index, layer in enumerate(self.layers):
             layer.backend = ForcedBackend(layer.backend, self.forced, index)
+        engine._graphs = None  # they hold the routing that the model's own routers choose
+        self._captured = False
+
+    def _capture(self) -> None:
+        """New graphs: those hold the stores' memory, and whatever decided the routing when they were captured."""
+        gc.collect()  # the old ones: they refer to themselves
+        with torch.inference_mode():
+            self.engine._graphs = self.engine._make_graphs()
+        self._captured = True
 
     def use(self, make: Callable[[Source], ExpertStore]) -> None:
-        """New stores for all layers, made from the records; and new graphs, since those hold the stores' memory."""
+        """New stores for all layers, made from the records; and new graphs."""
         self.engine._graphs = None
         self.is_own = False
         for layer in self.layers:
@@ -126,13 +135,14 @@ class Bench:
         for one, following in pairwise(made):
             if isinstance(one, DeviceStore) and isinstance(following, DeviceStore):
                 one.following = following
-        with torch.inference_mode():
-            self.engine._graphs = self.engine._make_graphs()
+        self._capture()
 
     def use_cached(self, num_slots: int, overlap: str) -> None:
         """A cache of so many slots a layer; the engine's own if that is one and still there."""
         if not (self.is_own and num_slots == self.num_slots and overlap == "forked"):
             self.use(self.cached(num_slots, overlap))
+        elif not self._captured:
+            self._capture()
 
     def cached(self, num_slots: int, overlap: str) -> Callable[[Source], ExpertStore]:
         """What `use` takes, for a cache of so many slots a layer."""
@@ -192,6 +202,7 @@ class Bench:
 
     def decode(self, ids_NLTK: np.ndarray, context: int) -> dict[str, Any]:
         """Milliseconds a step, over all steps after WARM_STEPS, of `batch` requests with `context` tokens before them."""
+        assert self._captured, "`use` or `use_cached` comes first"
         steps = torch.from_numpy(ids_NLTK).to(self.device)
         params = SamplingParams(temperature=0, max_tokens=len(steps) + 8, ignore_eos=True)
         rng = np.random.default_rng(0)
@@ -246,17 +257,6 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def expected_misses(ids_NLTK: np.ndarray, num_experts: int, num_slots: int) -> np.ndarray:
-    """[steps after WARM_STEPS, layers]: experts fetched according to the definition."""
-    tables = [SlotTable(num_experts, num_slots) for _ in range(ids_NLTK.shape[1])]
-    misses = np.zeros(ids_NLTK.shape[:2], dtype=np.int64)
-    for step, ids_LTK in enumerate(ids_NLTK):
-        for layer, table in enumerate(tables):
-            waves = place_step(table, Counter(ids_LTK[layer].reshape(-1).tolist()), step + 1)
-            misses[step, layer] = sum(len(wave.loads) for wave in waves)
-    return misses[WARM_STEPS:]
-
-
 def routings_of(args: argparse.Namespace, bench: Bench) -> dict[str, np.ndarray]:
     """int32 [steps, layers, batch, K] by kind. The requests of a step are neighbours in one stream of tokens."""
     made = {}
@@ -291,7 +291,7 @@ def decode_row(
     """One measurement beside its bound; see the module."""
     num_slots = bench.layers[0].store.num_slots
     row: dict[str, Any] = {**parts, **bench.decode(ids_NLTK, args.context), "link_bytes_per_s": link}
-    misses = expected_misses(ids_NLTK, bench.num_experts, num_slots)
+    misses = expected_misses(ids_NLTK, bench.num_experts, num_slots, bench.mode)[WARM_STEPS:]
     row["expected_bytes"] = float(misses.sum(1).mean()) * bench.record_bytes
     if link:
         link_ms = misses * bench.record_bytes / link * 1e3
@@ -301,8 +301,8 @@ def decode_row(
     return row
 
 
-def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def measure(args: argparse.Namespace, console: Console, rows: list[dict[str, Any]]) -> None:
+    """Appends to `rows`. Raises SystemExit where a row would be none; those before it stay."""
     deadline = time.monotonic() + args.time_limit
     for weight_format in args.format.split(","):
         start = time.perf_counter()
@@ -325,8 +325,10 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
                     continue  # it has that hit rate with that many slots only
                 if time.monotonic() > deadline:
                     console.print("[yellow]time limit: the rest is left out[/]")
-                    return rows
-                rows.append({**case, "routing": kind, **decode_row(args, bench, ids_NLTK, parts, link)})
+                    return
+                row = {**case, "routing": kind, **decode_row(args, bench, ids_NLTK, parts, link)}
+                check_bytes(row)
+                rows.append(row)
                 show_decode(rows[-1], console, header=len(rows) == 1)
             for num_tokens in prompt_lengths(args):
                 bench.prompt(num_tokens)  # kernels compile at their first call
@@ -336,7 +338,6 @@ def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
         bench.llm.close()
         del bench
         gc.collect()
-    return rows
 
 
 def main() -> None:
@@ -374,8 +375,12 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the rows")
     args = parser.parse_args()
     console = Console(width=140)
-    rows = measure(args, console)
-    append_record("offload", {"case": vars(args), "rows": rows})
+    rows: list[dict[str, Any]] = []
+    try:
+        measure(args, console, rows)
+    finally:
+        if rows:
+            append_record("offload", {"case": vars(args), "rows": rows})
     if args.plot:
         plot(rows, args.plot)
 

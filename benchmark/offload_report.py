@@ -27,10 +27,6 @@ def show_decode(row: dict[str, Any], console: Console, header: bool) -> None:
     line = f"{row['format']:9} {row['slots']:5} {row['overlap']:>8} {row['routing']:>12} {row['batch']:5} {row['ms']:8.2f} "
     line += f"{row['hit_rate']:6.1%} {row['bytes'] / row['ms'] / 1e6:6.1f} "
     console.print(line + (f"{bound:8.2f} {row['ms'] / bound:.2f}" if bound else ""), highlight=False)
-    if not np.isclose(row["bytes"], row["expected_bytes"], rtol=0.05):
-        console.print(
-            f"[red]fetched {row['bytes']:.3e} B a step, the definition says {row['expected_bytes']:.3e}[/]"
-        )
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
