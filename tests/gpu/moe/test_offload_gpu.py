@@ -187,22 +187,36 @@ def test_fetch_speed_and_bits(memory: HostMemory) -> None:
     plan.place(torch.arange(count, dtype=torch.int32, device=CUDA)[None], first=True)
 
     def milliseconds(call: Callable[[], object]) -> float:
-        call()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(5):
-            call()
+        call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 5
+        return start.elapsed_time(end)
 
-    by_kernel = milliseconds(lambda: plan.fetch(host.records_EB, slab_SB))
+    def by_kernel() -> None:
+        plan.fetch(host.records_EB, slab_SB)
+
+    def by_engine() -> None:
+        slab_SB.copy_(host.records_EB, non_blocking=True)
+
+    by_kernel()
     assert torch.equal(slab_SB[plan.slot_of_E.long()].cpu(), host.records_EB)
-    by_engine = milliseconds(lambda: slab_SB.copy_(host.records_EB, non_blocking=True))
+    by_engine()
+    # Other processes take the link and, slice by slice, the device: one call at a time, in turn, and the best of each counts.
+    kernel_ms, engine_ms = float("inf"), float("inf")
+    for _ in range(50):
+        kernel_ms, engine_ms = (
+            min(kernel_ms, milliseconds(by_kernel)),
+            min(engine_ms, milliseconds(by_engine)),
+        )
     print(
-        f"fetch {count * nbytes / by_kernel / 1e6:.1f} GB/s, copy engine {count * nbytes / by_engine / 1e6:.1f}"
+        f"fetch {count * nbytes / kernel_ms / 1e6:.1f} GB/s, copy engine {count * nbytes / engine_ms / 1e6:.1f}"
     )
-    assert by_kernel < 2 * by_engine
+    slab_SB.zero_()
+    by_kernel()
+    assert torch.equal(slab_SB[plan.slot_of_E.long()].cpu(), host.records_EB)
+    assert kernel_ms < 2 * engine_ms
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
