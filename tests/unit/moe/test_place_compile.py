@@ -12,9 +12,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from minisgl.moe.kernels.fetch import await_chunks  # noqa: E402
 from minisgl.moe.store.device_plan import DevicePlan  # noqa: E402
 
 
@@ -75,6 +77,27 @@ def test_place_compiles_for_few_routes(num_slots: int, kernels, tmp_path: Path) 
     plan.place_jointly(ids_TK, ahead=True)
     plan.place(ids_TK.expand(min(num_slots // 8, 4), 8).contiguous(), first=True)
     assert [spilled_bytes(kernel, tmp_path) for kernel in kernels["place_few_kernel"]] == [0, 0]
+
+
+@triton.jit
+def read_what_came(arrived_S1, record_B, out_B):
+    await_chunks(arrived_S1, 3, 1000)
+    b = tl.arange(0, 256)
+    tl.store(out_B + b, tl.load(record_B + b))
+
+
+@pytest.mark.slow
+def test_records_are_read_behind_an_acquire(kernels) -> None:
+    """One thread looks; the others, and every load of the record, are behind a barrier that follows it."""
+    arrived_S1, record_B = torch.zeros(4, dtype=torch.int32), torch.zeros(256, dtype=torch.uint8)
+    read_what_came[(1,)](arrived_S1, record_B, torch.empty_like(record_B), num_warps=2)
+    (kernel,) = kernels["read_what_came"]
+    instructions = re.findall(r"(?:atom|ld|bar)\.\S+", kernel.asm["ptx"])
+    order = [name for name in instructions if not name.startswith(("ld.param", "ld.shared"))]
+    looks = [at for at, name in enumerate(order) if "acquire" in name and "gpu" in name]
+    reads = [at for at, name in enumerate(order) if name.startswith("ld.global") and at not in looks]
+    assert len(looks) == 1 and reads, order
+    assert "bar.sync" in order[looks[0] : reads[0]], order
 
 
 @pytest.mark.slow
