@@ -15,13 +15,13 @@ from typing import Any
 from minisgl.moe.base import Problem
 from minisgl.moe.select import (
     CODES_PER_WORD,
+    FEW_ROWS_LARGEST_BLOCK_M,
     FEW_ROWS_PAIR,
     PACKED_FORMATS,
     DeviceLimits,
     Kernel,
     Tiles,
     can_have_roles,
-    few_rows_block_m,
     few_rows_heuristic,
     grouped_block_m,
     reads_fragments,
@@ -230,7 +230,7 @@ def candidates(
         found.append(("direct", 1, ups, downs))
     if reads_fragments(problem, limits):
         centre = few_rows_heuristic(problem).block_m
-        blocks = {centre, max(centre // 2, FEW_ROWS_BLOCK_M), min(centre * 2, few_rows_block_m(problem))}
+        blocks = {centre, max(centre // 2, FEW_ROWS_BLOCK_M), min(centre * 2, FEW_ROWS_LARGEST_BLOCK_M)}
         for block_m in sorted(block for block in blocks if block <= largest_block_m(problem.num_tokens)):
             ups, downs = (spread(few_rows_tiles(block_m, gemm), most) for gemm in ("gate_up", "down"))
             found.append(("few_rows", block_m, ups, downs))

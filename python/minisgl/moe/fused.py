@@ -1,7 +1,7 @@
 """FusedMoeBackend: the MoE layer as Triton kernels on a workspace that is allocated once.
 
     grouped   align -> gate_up with activation -> down -> reduce          any number of tokens
-    few_rows  the same with GEMMs for blocks of 8 to 32 rows              int4
+    few_rows  the same with GEMMs for blocks of 8 to 32 rows              int4 in groups of 128
     direct    gate_up with activation -> down, summed over k              decode
     fp8 adds a quantization of the rows before each GEMM of the grouped kernels; the direct ones need none.
 

@@ -18,6 +18,7 @@ from minisgl.moe.base import Problem
 from minisgl.moe.workspace import (
     DIRECT_MAX_TOKENS,
     FEW_ROWS_BLOCK_M,
+    FEW_ROWS_GROUP,
     FEW_ROWS_MAX_TOKENS,
     FP8_FORMATS,
     largest_block_m,
@@ -33,7 +34,8 @@ FEW_ROWS_PAIR = {
     "gate_up": 8,
     "down": 16,
 }  # hidden units or outputs of a warp's pair of tiles, see kernels.fragments
-FEW_ROWS_SETS = 4  # columns of eight rows, times groups a step, that the kernels of `few_rows` can hold
+FEW_ROWS_LARGEST_BLOCK_M = 32  # four columns of eight rows
+FEW_ROWS_A_SLOT = 4  # up to here, and from more than half a row on, they were measured to be the fastest
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,20 @@ def select(
     if small_m_threshold != "auto":
         direct = tokens <= small_m_threshold
         measured = _lookup(record, tokens, direct)
-        return measured or (direct_heuristic if direct else grouped_heuristic)(problem, limits)
+        return measured or (direct_heuristic if direct else _shared_heuristic)(problem, limits)
     measured = _lookup(record, tokens, None)
     if measured:
         return measured
     if tokens <= DIRECT_MAX_TOKENS and (tokens <= 2 or problem.rows_per_slot <= 0.5):
         return direct_heuristic(problem, limits)
+    return _shared_heuristic(problem, limits)
+
+
+def _shared_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
+    """Kernels whose rows share a slot's weights: those for few rows only where they were measured, on Hopper."""
+    measured = limits.capability == (9, 0) and problem.rows_per_slot <= FEW_ROWS_A_SLOT
+    if measured and reads_fragments(problem, limits):
+        return few_rows_heuristic(problem)
     return grouped_heuristic(problem, limits)
 
 
@@ -178,23 +188,19 @@ def reads_words(problem: Problem) -> bool:
 
 
 def reads_fragments(problem: Problem, limits: DeviceLimits) -> bool:
-    """Whether weights can go from loads straight into products: int4, compiled, activations bf16."""
+    """Whether weights can go from loads straight into products: int4 in groups of 128, compiled, activations bf16."""
     fits = next_power_of_two(problem.num_tokens) <= FEW_ROWS_MAX_TOKENS and limits.capability >= (8, 0)
-    return fits and problem.format == "int4" and problem.dtype == torch.bfloat16
-
-
-def few_rows_block_m(problem: Problem) -> int:
-    """The most rows of a block whose groups of scales fit: 32, or less with several groups a step of 128 columns."""
-    return 8 * FEW_ROWS_SETS * (problem.group_size or 128) // 128
+    grouped = problem.format == "int4" and problem.group_size == FEW_ROWS_GROUP
+    return fits and grouped and problem.dtype == torch.bfloat16
 
 
 def few_rows_heuristic(problem: Problem) -> Choice:
-    """Blocks that hold all rows of most slots. Only measurement chooses these kernels: where tuning starts its search."""
+    """Blocks that hold all rows of most slots, and the tiles that won on an H200 at Qwen3-30B-A3B dims."""
     block_m = FEW_ROWS_BLOCK_M
-    while block_m < 1.5 * problem.rows_per_slot and block_m < few_rows_block_m(problem):
+    while block_m < 1.5 * problem.rows_per_slot and block_m < FEW_ROWS_LARGEST_BLOCK_M:
         block_m *= 2
     block_m = min(block_m, largest_block_m(problem.num_tokens))
-    return Choice("few_rows", block_m, Tiles(16, 128, 1, preload=2), Tiles(32, 128, 1, preload=2))
+    return Choice("few_rows", block_m, Tiles(64, 128, 4, preload=2), Tiles(32, 128, 1, 2, preload=2))
 
 
 def _words_heuristic(problem: Problem) -> Choice:

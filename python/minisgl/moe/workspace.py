@@ -19,6 +19,7 @@ FEW_ROWS_BLOCK_M = (
     8  # the smallest block of the kernels for few rows, which are used up to a number of tokens
 )
 FEW_ROWS_MAX_TOKENS = 512
+FEW_ROWS_GROUP = 128  # weights that share a scale; smaller groups were wrong on the device when tried
 DIRECT_MAX_TOKENS = 64  # up to here a direct kernel may be chosen, whose rows are float32
 ALIGN_CHUNK = 256  # routes that one program of the two-launch alignment counts and places
 FP8_FORMATS = ("fp8", "fp8_block")
@@ -95,7 +96,8 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
     """Shape and dtype of every buffer for up to `capacity` tokens."""
     routes, slots = capacity * problem.top_k, problem.num_slots
-    few_rows = problem.format == "int4" and capacity <= FEW_ROWS_MAX_TOKENS
+    few_rows = problem.format == "int4" and problem.group_size == FEW_ROWS_GROUP
+    few_rows = few_rows and capacity <= FEW_ROWS_MAX_TOKENS
     block_sizes = [FEW_ROWS_BLOCK_M if few_rows else MIN_BLOCK_M]
     while block_sizes[-1] < largest_block_m(capacity):
         block_sizes.append(2 * block_sizes[-1])

@@ -1,4 +1,5 @@
 """GEMMs for few rows a slot with int4 weights, bound by memory: weights go from where they were loaded into products.
+Groups of 128 only: smaller ones gave wrong numbers on the device when tried, see `fragments`.
 
     few_rows_gate_up_kernel   x rows (gathered by route) -> activated rows, in sorted order
     few_rows_down_kernel      activated rows -> rows_RD, each at its own route
@@ -27,10 +28,12 @@ from minisgl.moe.kernels.fragments import (
     in_order,
     load_nibble,
     multiply,
-    only_group,
     spread,
 )
 from minisgl.moe.kernels.product import activated
+
+# A scale's stride of 1 (K is one group) would be a constant, and a scale tile's lanes then lie down the rows, not along them.
+_NOT_SPECIALIZED = ("num_routes", "stride_scale_n")
 
 
 @triton.jit
@@ -60,95 +63,71 @@ def _load_words(rows, first, K: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _load_params(rows, first, K: tl.constexpr, GROUP: tl.constexpr):
-    """Scales (or zeros) of four steps from `first` on: [ROWS, 4], for every tile one a group of a step. 0 past the end."""
-    PARTS: tl.constexpr = 128 // GROUP
+def _load_params(rows, first, K: tl.constexpr):
+    """Scales (or zeros) of four steps from `first` on: [ROWS, 4], one a tile. 0 past the end."""
     step = first + tl.arange(0, 4)[None, :]
     params = ()
     for i in tl.static_range(len(rows)):
-        for part in tl.static_range(PARTS):
-            group = step * PARTS + part
-            params = params + (tl.load(rows[i] + group, mask=group < K // GROUP, other=0),)  # noqa: RUF005
+        params = params + (tl.load(rows[i] + step, mask=step < K // 128, other=0),)  # noqa: RUF005
     return params
 
 
 @triton.jit
-def _load_all_params(pointers, first, K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr):
-    scales = _load_params(pointers[1], first, K, GROUP)
+def _load_all_params(pointers, first, K: tl.constexpr, HAS_ZERO: tl.constexpr):
+    scales = _load_params(pointers[1], first, K)
     if HAS_ZERO:
-        return scales, _load_params(pointers[2], first, K, GROUP)
+        return scales, _load_params(pointers[2], first, K)
     else:
         return scales, scales
 
 
 @triton.jit
-def _of_step(params, j: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """Scales (or zeros) of the j-th of four steps, laid out like results: for every pair one a group."""
-    PARTS: tl.constexpr = 128 // GROUP
+def _of_step(params, j: tl.constexpr, ASM: tl.constexpr):
+    """Scales (or zeros) of the j-th of four steps, laid out like results: one a pair."""
     half = (tl.arange(0, 16) // 2 % 2)[None, :]
     found = ()
     for i in tl.static_range(len(params) // 2):
-        a = spread(params[i // PARTS * 2 * PARTS + i % PARTS].to(tl.float32), j, ASM)
-        b = spread(params[i // PARTS * 2 * PARTS + PARTS + i % PARTS].to(tl.float32), j, ASM)
+        a = spread(params[2 * i].to(tl.float32), j, ASM)
+        b = spread(params[2 * i + 1].to(tl.float32), j, ASM)
         found = found + (tl.where(half == 0, a, b),)  # noqa: RUF005
     return found
 
 
 @triton.jit
-def _load_sets(
-    x, rows, here, step, nibble: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """Activations that meet one nibble of a step, for every column of eight rows and every group."""
-    xs = ()
-    for i in tl.static_range(len(rows)):
-        loaded = load_nibble(x, rows[i], step, here[i], nibble, K, EVEN, ASM)
-        if GROUP == 128:
-            xs = xs + (loaded,)  # noqa: RUF005
-        else:
-            for part in tl.static_range(128 // GROUP):
-                xs = xs + (only_group(loaded, part, GROUP),)  # noqa: RUF005
-    return xs
-
-
-@triton.jit
 def _add_step(
-    acc, words, scales, zeros, x, rows, here, step, K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr,
+    acc, words, scales, zeros, x, rows, here, step, K: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """acc, a result a pair and column, plus one step."""
     COLUMNS: tl.constexpr = len(rows)
-    PARTS: tl.constexpr = 128 // GROUP
     PAIRS: tl.constexpr = len(words) // 2
     sums, dots = (), ()
-    for _i in tl.static_range(COLUMNS * PARTS):
+    for _i in tl.static_range(COLUMNS):
         sums = sums + (tl.zeros(acc[0].shape, tl.float32),)  # noqa: RUF005
     for _j in tl.static_range(PAIRS):
         dots = dots + (sums,)  # noqa: RUF005
     for nibble in tl.static_range(4):
-        xs = _load_sets(x, rows, here, step, nibble, K, GROUP, EVEN, ASM)
-        new_sums, new_dots = (), ()
-        for i in tl.static_range(COLUMNS * PARTS):
+        xs, new_sums, new_dots = (), (), ()
+        for i in tl.static_range(COLUMNS):
+            xs = xs + (load_nibble(x, rows[i], step, here[i], nibble, K, EVEN, ASM),)  # noqa: RUF005
+        for i in tl.static_range(COLUMNS):
             new_sums = new_sums + (add_sums(sums[i], xs[i], ASM),)  # noqa: RUF005
         for j in tl.static_range(PAIRS):
             new_dots = new_dots + (multiply(words[2 * j], words[2 * j + 1], xs, dots[j], nibble, ASM),)  # noqa: RUF005
         sums, dots = new_sums, new_dots
     new = ()
     for j in tl.static_range(PAIRS):
+        offset = -136.0
+        if HAS_ZERO:
+            offset = -128.0 - zeros[j]
         for i in tl.static_range(COLUMNS):
-            total = acc[j * COLUMNS + i]
-            for part in tl.static_range(PARTS):
-                offset = -136.0
-                if HAS_ZERO:
-                    offset = -128.0 - zeros[j * PARTS + part]
-                dot = dots[j][i * PARTS + part] + offset * sums[i * PARTS + part]
-                total += scales[j * PARTS + part] * dot
-            new = new + (total,)  # noqa: RUF005
+            new = new + (acc[j * COLUMNS + i] + scales[j] * (dots[j][i] + offset * sums[i]),)  # noqa: RUF005
     return new
 
 
 @triton.jit
 def _multiply_rows(
-    x, x_rows, here, pointers, words, params, K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    x, x_rows, here, pointers, words, params, K: tl.constexpr, HAS_ZERO: tl.constexpr,
     CHUNK: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Results, one a pair and column. x_rows: int64 [ROWS, 1] a column; here: which of them exist. words and params:
@@ -161,15 +140,13 @@ def _multiply_rows(
         chunk, chunk_params = words, params
         if EARLY:
             words = _load_words(pointers[0], first + CHUNK, K, CHUNK)
-        params = _load_all_params(pointers, first + CHUNK, K, GROUP, HAS_ZERO)
+        params = _load_all_params(pointers, first + CHUNK, K, HAS_ZERO)
         for j in tl.static_range(CHUNK):
-            scales = _of_step(chunk_params[0], j, GROUP, ASM)
+            scales = _of_step(chunk_params[0], j, ASM)
             zeros = scales
             if HAS_ZERO:
-                zeros = _of_step(chunk_params[1], j, GROUP, ASM)
-            acc = _add_step(
-                acc, chunk[j], scales, zeros, x, x_rows, here, first + j, K, GROUP, HAS_ZERO, EVEN, ASM
-            )
+                zeros = _of_step(chunk_params[1], j, ASM)
+            acc = _add_step(acc, chunk[j], scales, zeros, x, x_rows, here, first + j, K, HAS_ZERO, EVEN, ASM)
         if not EARLY:
             words = _load_words(pointers[0], first + CHUNK, K, CHUNK)
     return acc
@@ -178,7 +155,7 @@ def _multiply_rows(
 @triton.jit
 def _gate_up_columns(
     x_TD, pointers, bias, activated_PF, sorted_R, num_routes, first, unit, D: tl.constexpr, F: tl.constexpr,
-    TOP_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One block with COLUMNS columns. unit: hidden units [ROWS, 1] of the first pair."""
@@ -189,8 +166,8 @@ def _gate_up_columns(
         route = tl.load(sorted_R + first + 8 * i + tl.arange(0, ROWS)[:, None] % 8)
         x_rows = x_rows + ((route // TOP_K).to(tl.int64),)  # noqa: RUF005
         here = here + (route < num_routes,)  # noqa: RUF005
-    params = _load_all_params(pointers, 0, D, GROUP, HAS_ZERO)
-    acc = _multiply_rows(x_TD, x_rows, here, pointers, words, params, D, GROUP, HAS_ZERO, CHUNK, EARLY, ASM)
+    params = _load_all_params(pointers, 0, D, HAS_ZERO)
+    acc = _multiply_rows(x_TD, x_rows, here, pointers, words, params, D, HAS_ZERO, CHUNK, EARLY, ASM)
     row = 2 * tl.arange(0, 4)[None, :, None] + tl.arange(0, 2)[None, None, :]
     for j in tl.static_range(len(acc) // COLUMNS):
         n = (unit + j * ROWS)[:, :, None]
@@ -202,7 +179,7 @@ def _gate_up_columns(
             hidden = activated(gate, up, ACTIVATION).to(activated_PF.dtype.element_ty)
             m = first + 8 * i + row
             real = tl.load(sorted_R + m) < num_routes
-            tl.store(activated_PF + m.to(tl.int64) * F + in_order(n, F), hidden, mask=real & (n < F))
+            tl.store(activated_PF + m.to(tl.int64) * F + in_order(n), hidden, mask=real & (n < F))
 
 
 @triton.jit
@@ -211,7 +188,7 @@ def _rows_in_block(sorted_R, first, num_routes, BLOCK_M: tl.constexpr):
     return tl.sum((route < num_routes).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_routes"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def few_rows_gate_up_kernel(
     x_TD,  # columns in order
     weights,  # int32 words
@@ -231,7 +208,6 @@ def few_rows_gate_up_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
-    GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -264,7 +240,7 @@ def few_rows_gate_up_kernel(
     bias += slot * stride_bias_s
     if BLOCK_M == 8:
         _gate_up_columns(
-            x_TD, pointers, bias, activated_PF, sorted_R, num_routes, first, unit, D, F, TOP_K, GROUP, HAS_ZERO,
+            x_TD, pointers, bias, activated_PF, sorted_R, num_routes, first, unit, D, F, TOP_K, HAS_ZERO,
             HAS_BIAS, ACTIVATION, 1, CHUNK, EARLY, ASM,
         )  # fmt: skip
     else:
@@ -272,7 +248,7 @@ def few_rows_gate_up_kernel(
         for i in tl.static_range(BLOCK_M // 8):
             if (count > 8 * i) & (count <= 8 * i + 8):
                 _gate_up_columns(
-                    x_TD, pointers, bias, activated_PF, sorted_R, num_routes, first, unit, D, F, TOP_K, GROUP,
+                    x_TD, pointers, bias, activated_PF, sorted_R, num_routes, first, unit, D, F, TOP_K,
                     HAS_ZERO, HAS_BIAS, ACTIVATION, i + 1, CHUNK, EARLY, ASM,
                 )  # fmt: skip
 
@@ -280,7 +256,7 @@ def few_rows_gate_up_kernel(
 @triton.jit
 def _down_columns(
     activated_PF, pointers, words, params, bias, rows_RD, sorted_R, num_routes, first, unit, D: tl.constexpr,
-    F: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+    F: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, EARLY: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One block with COLUMNS columns. unit: outputs [ROWS, 1] of the first pair's first tile."""
@@ -290,9 +266,7 @@ def _down_columns(
         m = first + 8 * i + tl.arange(0, ROWS)[:, None] % 8
         x_rows = x_rows + (m.to(tl.int64),)  # noqa: RUF005
         here = here + (tl.load(sorted_R + m) < num_routes,)  # noqa: RUF005
-    acc = _multiply_rows(
-        activated_PF, x_rows, here, pointers, words, params, F, GROUP, HAS_ZERO, CHUNK, EARLY, ASM
-    )
+    acc = _multiply_rows(activated_PF, x_rows, here, pointers, words, params, F, HAS_ZERO, CHUNK, EARLY, ASM)
     row = 2 * tl.arange(0, 4)[None, :, None] + tl.arange(0, 2)[None, None, :]
     for i in tl.static_range(COLUMNS):
         route = tl.load(sorted_R + first + 8 * i + row)
@@ -308,7 +282,7 @@ def _down_columns(
             tl.store(out + 8, b.to(rows_RD.dtype.element_ty), mask=real & (n + 8 < D))
 
 
-@triton.jit(do_not_specialize=["num_routes"])
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def few_rows_down_kernel(
     activated_PF,  # columns in order
     weights,  # int32 words
@@ -327,7 +301,6 @@ def few_rows_down_kernel(
     stride_bias_s,
     D: tl.constexpr,
     F: tl.constexpr,
-    GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -360,13 +333,13 @@ def few_rows_down_kernel(
     pointers = _row_pointers(weights, scales, zeros, slot, rows, strides, F)
     bias += slot * stride_bias_s
     words = _load_words(pointers[0], 0, F, CHUNK)
-    params = _load_all_params(pointers, 0, F, GROUP, HAS_ZERO)
+    params = _load_all_params(pointers, 0, F, HAS_ZERO)
     count = _rows_in_block(sorted_R, first, num_routes, BLOCK_M)
     wait_for_previous(PDL)
     start_next(PDL)
     if BLOCK_M == 8:
         _down_columns(
-            activated_PF, pointers, words, params, bias, rows_RD, sorted_R, num_routes, first, unit, D, F, GROUP,
+            activated_PF, pointers, words, params, bias, rows_RD, sorted_R, num_routes, first, unit, D, F,
             HAS_ZERO, HAS_BIAS, 1, CHUNK, EARLY, ASM,
         )  # fmt: skip
     else:
@@ -374,5 +347,5 @@ def few_rows_down_kernel(
             if (count > 8 * i) & (count <= 8 * i + 8):
                 _down_columns(
                     activated_PF, pointers, words, params, bias, rows_RD, sorted_R, num_routes, first, unit, D, F,
-                    GROUP, HAS_ZERO, HAS_BIAS, i + 1, CHUNK, EARLY, ASM,
+                    HAS_ZERO, HAS_BIAS, i + 1, CHUNK, EARLY, ASM,
                 )  # fmt: skip

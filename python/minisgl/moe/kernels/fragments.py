@@ -13,8 +13,12 @@ and of results are all [ROWS, 16], ROWS being 8 times the number of warps, which
 thread, four threads a row, eight rows a warp. Row 8 w + g of activations is x row g, for every w.
 A result's second dim is 4 q + 2 half + parity: of tile `half`, with x row 2 q + parity.
 
-A step goes nibble by nibble, so that a quarter of its activations is held at a time. A set is eight rows of x, or, where a
-group of scales is narrower than a step, their columns of one group, the others zero: unpacked weights serve all sets.
+A step goes nibble by nibble, so that a quarter of its activations is held at a time. A set is eight rows of x: unpacked
+weights serve all sets.
+
+A step is one group of scales, so K is made of whole steps. Groups of 64 and 32 gave wrong numbers on the device when tried: a
+thread asks its quad for scales (`spread`), and Triton 3.6 laid out theirs so that a quad didn't hold a row. Nothing but the
+compiled code shows that: tests/unit/moe/test_few_rows_compile.py looks at it.
 
 `0x4300 | code` is 128 + code in bf16, two codes an instruction. The 128 come off again through the sums of x, which are
 products with ones. Without ASM (interpreter, activations other than bf16) codes are converted one by one.
@@ -22,8 +26,6 @@ products with ones. Without ASM (interpreter, activations other than bf16) codes
 
 import triton
 import triton.language as tl
-
-MAX_SETS = 4
 
 
 @triton.constexpr_function
@@ -76,14 +78,10 @@ _SUM_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 4))
 
 
 @triton.jit
-def in_order(k, K: tl.constexpr):
-    """Where column k of a row of x is stored: in whole steps, quads side by side for each nibble; a tail as it is."""
+def in_order(k):
+    """Where column k of a row of x is stored: in every step, quads side by side for each nibble."""
     within = k % 128
-    place = k - within + within % 32 // 8 * 32 + within // 32 * 8 + k % 8
-    if K % 128 == 0:
-        return place
-    else:
-        return tl.where(k < K // 128 * 128, place, k)
+    return k - within + within % 32 // 8 * 32 + within // 32 * 8 + k % 8
 
 
 @triton.jit
@@ -98,24 +96,12 @@ def load_nibble(
     inside = here
     if not EVEN:
         inside = here & (step * 16 + i < K // 8)
-    if K % 128 != 0:
-        at = tl.where(step * 16 + i < K // 128 * 16, at, step * 64 + i // 4 * 16 + i % 4 + nibble * 4)
     if ASM:
         return (tl.load(x.to(tl.pointer_type(tl.int32)) + rows * (K // 2) + at, mask=inside, other=0),)
     else:
         first = x + rows * K + 2 * at
         even, odd = tl.load(first, mask=inside, other=0.0), tl.load(first + 1, mask=inside, other=0.0)
         return even.to(tl.float32), odd.to(tl.float32)
-
-
-@triton.jit
-def only_group(x, part: tl.constexpr, GROUP: tl.constexpr):
-    """The same activations, zero but for those of one group of a step's."""
-    mine = tl.arange(0, 16)[None, :] // (GROUP // 8) == part
-    parts = ()
-    for i in tl.static_range(len(x)):
-        parts = parts + (tl.where(mine, x[i], 0),)  # noqa: RUF005
-    return parts
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Host side of the kernels for few rows a slot; takes the place of `launch.gate_up` and `launch.down`."""
+"""Host side of the kernels for few rows a slot, int4 groups of 128; takes the place of `launch.gate_up` and `launch.down`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl.moe.kernels import launch
 from minisgl.moe.kernels.few_rows import few_rows_down_kernel, few_rows_gate_up_kernel
 from minisgl.moe.kernels.launch import pdl_options, weight_args
 from minisgl.moe.select import FEW_ROWS_PAIR, Choice, Tiles
-from minisgl.moe.workspace import Buffers, max_blocks
+from minisgl.moe.workspace import FEW_ROWS_GROUP, Buffers, max_blocks
 
 
 def _weights(slab: Slab, name: str, tiles: Tiles) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
@@ -30,10 +30,11 @@ def _constants(slab: Slab, name: str, num_cols: int, x: torch.Tensor, choice: Ch
     pairs = tiles.block_n // rows
     crowded = name == "gate_up" or tiles.num_warps == 1
     limit = crowded and choice.block_m == 8 and pairs * (tiles.preload * tiles.num_stages + 1) <= 10
+    groups = slab.parts[f"{name}_scale"].shape[-1]
+    assert groups * FEW_ROWS_GROUP == num_cols, "a step is one group of scales"
     assert tiles.block_n % rows == 0, "a program must be made of whole pairs of tiles"
     assert tiles.preload <= 4, "scales are loaded for four steps"
     return {
-        "GROUP": num_cols // slab.parts[f"{name}_scale"].shape[-1],
         "HAS_ZERO": f"{name}_zero" in slab.parts,
         "HAS_BIAS": f"{name}_bias" in slab.parts,
         "BLOCK_M": choice.block_m,

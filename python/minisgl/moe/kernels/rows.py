@@ -39,7 +39,7 @@ def prepare_row(
         return
     if MODE == "order":
         n = tl.arange(0, BLOCK_N)
-        tl.store(out + row * N + in_order(n, N), tl.load(x + row * N + n, mask=n < N), mask=n < N)
+        tl.store(out + row * N + in_order(n), tl.load(x + row * N + n, mask=n < N), mask=n < N)
         return
     if MODE == "fp8":
         n = tl.arange(0, BLOCK_N)
