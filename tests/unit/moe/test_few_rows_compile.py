@@ -108,7 +108,13 @@ def test_without_a_record_chosen_where_they_were_measured(num_tokens, kernel):
         assert select(task, replace(H200, capability=capability)).kernel != "few_rows"
 
 
-@pytest.mark.parametrize("num_tokens", [5, 8, 16, 32, 64])
+@pytest.mark.parametrize("num_tokens", [4, 5, 8])
+def test_fewer_tokens_stay_direct(num_tokens):
+    task = replace(PROBLEM, num_tokens=num_tokens)
+    assert select(task, H200, Records().lookup(task, H200)).kernel == "direct"
+
+
+@pytest.mark.parametrize("num_tokens", [9, 16, 32, 64])
 def test_shipped_with_a_record_for_an_h200(num_tokens):
     task = replace(PROBLEM, num_tokens=num_tokens)
     choice = select(task, H200, Records().lookup(task, H200))
