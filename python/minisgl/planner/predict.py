@@ -25,24 +25,23 @@ HOST_COPY_GBPS = 5.2  # source: host-copy
 LAUNCH_US = 11.0  # source: triton-launch
 CPU_LAYER_US = 800.0  # source: cpu-decode-layer
 
-# One MoE layer of Qwen3-30B-A3B, one token, and the bandwidth of the same run. source: moe.jsonl 2026-11-29T17:29:09+00:00
-MOE_LAYER_US = {"none": 23.47, "fp8": 17.19, "int8": 20.11}
-MOE_RUN_TBPS = 4.444
-# The shipped tiles of int4 at one token are those of the run before. source: moe.jsonl 2026-11-29T17:28:05+00:00
-INT4_LAYER_US, INT4_RUN_TBPS = 24.55, 4.414
+# One MoE layer of Qwen3-30B-A3B, one token, and the bandwidth of the same run. source: moe.jsonl 2026-11-30T00:17:40+00:00
+MOE_LAYER_US = {"none": 22.7, "fp8": 15.69, "int8": 16.05, "int4": 12.63}
+MOE_RUN_TBPS = 4.525
 MOE_LAYER_BYTES = {
     "none": 8 * 9_437_184,
     "fp8": 8 * 4_732_928,
     "int8": 8 * 4_732_928,
     "int4": 8 * 2_506_752,
 }
-# The same layer for 4096 tokens, in TFLOP/s. source: moe.jsonl 2026-11-29T17:29:09+00:00
-MOE_PREFILL_TFLOPS = {"none": 417.5, "fp8": 609.4, "int8": 389.8, "int4": 333.4}
+# The same layer for 4096 tokens, in TFLOP/s. source: moe.jsonl 2026-11-30T00:17:40+00:00
+MOE_PREFILL_TFLOPS = {"none": 485.4, "fp8": 700.3, "int8": 404.1, "int4": 346.3}
 # A decode step of that model at batch 1, bf16, all resident, and its bound: weights and KV once, at the bandwidth of the run.
 # source: decode-step
 STEP_MS, STEP_BOUND_MS, STEP_LAYERS = 2.485, 1.443, 48
-# What a layer that misses takes beyond its bytes and launches: planning, and the first bytes' way. source: offloaded-decode
-MISS_US = 15.0
+# What a layer that misses takes beyond its bytes: planning, the first bytes' way, and what is computed after the last ones.
+# source: offloaded-decode
+MISS_US = 24.0
 EAGER_LAUNCHES = (
     16  # a layer, counted in layers/ and moe/: norms, products, attention, router, two waves of experts
 )
@@ -100,7 +99,7 @@ def random_hit_rate(num_slots: int, num_experts: int, top_k: int) -> float:
 
 def nearest_measured(weight_format: str) -> str:
     """The expert format with a measurement that stands for this one: the one with as many bits."""
-    four_bits = {"int4", "int4_asym", "mxfp4"}
+    four_bits = {"int4_asym", "mxfp4"}
     return "int4" if weight_format in four_bits else weight_format if weight_format in MOE_LAYER_US else "fp8"
 
 
@@ -109,12 +108,11 @@ def launch_us(weight_format: str) -> tuple[float, float]:
 
     MoE: a measured layer less the time of reading its K records at the bandwidth of that run. All else (norms, attention's
     launches, products of one row that read below bandwidth, the step's own launches): a measured decode step less its bound,
-    a layer, less the MoE part. In bf16 6.5 and 15.2 us.
+    a layer, less the MoE part. In bf16 6.0 and 15.7 us.
     """
 
     def moe(name: str) -> float:
-        us, tbps = (INT4_LAYER_US, INT4_RUN_TBPS) if name == "int4" else (MOE_LAYER_US[name], MOE_RUN_TBPS)
-        return us - MOE_LAYER_BYTES[name] / (tbps * 1e6)
+        return MOE_LAYER_US[name] - MOE_LAYER_BYTES[name] / (MOE_RUN_TBPS * 1e6)
 
     other = (STEP_MS - STEP_BOUND_MS) * 1e3 / STEP_LAYERS - moe("none")
     return moe(nearest_measured(weight_format)), other
@@ -144,9 +142,10 @@ def cpu_dequantize_bytes(sizes: ModelSizes, setup: Setup) -> int:
 def decode_ms(sizes: ModelSizes, setup: Setup, machine: Machine, context: int, hit_rate: float) -> float:
     """Milliseconds a token at batch 1 with `context` tokens before it.
 
-    (dense + KV bytes) / bandwidth + launches, then the experts: hits are computed while misses cross the link, then misses
-    are, in a wave with launches of its own; a layer that misses at all waits MISS_US for the first bytes. Steps that no CUDA
-    graph holds pay their launches from Python. Within 8 % of what offloaded steps were measured to take (`offloaded-decode`).
+    (dense + KV bytes) / bandwidth + launches, then the experts: hits are computed while misses cross the link, and a layer that
+    misses at all takes MISS_US more. Where the host plans, misses are a wave with launches of its own, after they have come.
+    Steps that no CUDA graph holds pay their launches from Python. Within 8 % of what offloaded steps were measured to take
+    (`offloaded-decode`).
     """
     record = sizes.record_bytes(setup.weight_format, setup.dtype, setup.group_size)
     routed = sizes.num_sparse * sizes.top_k * record
@@ -164,7 +163,7 @@ def decode_ms(sizes: ModelSizes, setup: Setup, machine: Machine, context: int, h
     link_ms = missed / miss_gbps(sizes, setup, machine) / 1e6 if missed else 0.0
     if not setup.offloaded:
         return dense_ms + hits_ms
-    misses_ms = missed / machine.read_gbps / 1e6 + sizes.num_sparse * moe_us / 1e3
+    misses_ms = (missed / machine.read_gbps / 1e6 + sizes.num_sparse * moe_us / 1e3) * setup.staged
     some_miss = 1.0 - hit_rate**sizes.top_k  # of the layers, if picks were independent
     return dense_ms + max(hits_ms, link_ms) + misses_ms + sizes.num_sparse * some_miss * MISS_US / 1e3
 
