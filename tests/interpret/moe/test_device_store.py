@@ -220,6 +220,26 @@ def test_a_step_that_ends_in_the_middle_leaves_true_slots(num_tokens: int) -> No
             assert torch.equal(cached(x), resident(x))
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_an_interrupt_between_plan_and_fetch_leaves_true_slots(
+    in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook, after which the same model generates again."""
+    (store,) = make_stores(num_slots=8, in_turn=in_turn)
+    router, backend = random_router(), TorchMoeBackend()
+    resident, cached = layer_of(resident_twin(store), router, backend), layer_of(store, router, backend)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    x = torch.randn(2, D)
+    with monkeypatch.context() as patched:
+        patched.setattr(store.plan, "_fetch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cached(x)
+    assert torch.equal(cached(x), resident(x))
+
+
 def test_bytes() -> None:
     (store,) = make_stores(num_slots=5)
     assert (store.bytes().device, store.bytes().pinned) == (5 * store.layout.nbytes, 0)

@@ -123,8 +123,9 @@ class DeviceStore(ExpertRecords):
         """Always the same launches for so many tokens, and no wait for the device."""
         num_waves = self.plan.num_waves(*ids_TK.shape)
         for wave in range(num_waves):
-            hit_slots_TK, miss_slots_TK = self.plan.place(ids_TK, first=wave == 0)
-            self._overlap.begin(self._fetches)
+            with self.plan.promised():
+                hit_slots_TK, miss_slots_TK = self.plan.place(ids_TK, first=wave == 0)
+                self._overlap.begin(self._fetches)
             if guess is not None and self.following is not None and wave == num_waves - 1:
                 self._overlap.follow(partial(self.following.plan_early, guess), self.following.fetch_early)
             try:
@@ -137,8 +138,9 @@ class DeviceStore(ExpertRecords):
 
     def _in_turn(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """One wave for all routes, launched behind the fetch it waits for. Three launches, each of which begins early."""
-        slots_TK, turns_TK = self.plan.place_jointly(ids_TK, ahead=True)
-        chunks = self.plan.fetch_in_turn(self.records_EB, self.slab.records_SB, self._first_of_down)
+        with self.plan.promised():
+            slots_TK, turns_TK = self.plan.place_jointly(ids_TK, ahead=True)
+            chunks = self.plan.fetch_in_turn(self.records_EB, self.slab.records_SB, self._first_of_down)
         arrival = Arrival(turns_TK, self.plan.arrived_S1, self.plan.num_fetch, chunks)
         yield Placement(self.slab, slots_TK, arrival=arrival)
 
@@ -176,10 +178,10 @@ class DeviceStore(ExpertRecords):
         slots_WTK = slots_WR.view(-1, *ids_TK.shape)
         if hits:
             yield Placement(self.slab, slots_WTK[0])
-        self.plan.place(ids_TK[-kept:], first=True, count=False)
         complete, near = False, self._transient.slab
         ahead = self._ahead(len(misses), place_of_E.count(EMPTY), *found.state[2:])
         try:
+            self.plan.place(ids_TK[-kept:], first=True, count=False)
             for index, wave in enumerate(self._transient.serve(waves, ahead), start=1):
                 if not wave.slot_of:
                     continue

@@ -5,7 +5,8 @@ The host launches and never looks; who does, by `.tolist()` of a tensor, waits f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -88,6 +89,18 @@ class DevicePlan:
     def place_of_E(slot_of_E: Sequence[int], place_of_S: Sequence[int]) -> list[int]:
         """Where in the slab each expert is, -1: nowhere."""
         return [place_of_S[slot] if slot >= 0 else slot for slot in slot_of_E]
+
+    @contextlib.contextmanager
+    def promised(self) -> Iterator[None]:
+        """Around a `place` and the launch of its fetches: if one is not launched (an interrupt between the two, say), the maps
+        promise experts that never come, so they forget all of them.
+        """
+        try:
+            yield
+        except BaseException:
+            self.slot_of_E.fill_(-1)
+            self.expert_of_S.fill_(-1)
+            raise
 
     def num_waves(self, num_tokens: int, top_k: int) -> int:
         """Waves that serve so many tokens, whatever they route to."""
