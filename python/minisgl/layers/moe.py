@@ -163,9 +163,7 @@ class MoELayer(nn.Module):
             num_tokens=num_tokens,
             top_k=self.router.rule.top_k,
             num_slots=self.store.num_experts,
-            num_experts=self.exchange.num_experts
-            if self.exchange.num_experts > self.store.num_experts
-            else 0,
+            num_experts=self.exchange.num_experts,
             shape=self.store.shape,
             format=self.store.format.name,
             dtype=dtype,

@@ -138,7 +138,7 @@ def test_kernels_are_chosen_as_if_all_experts_were_resident() -> None:
     for store in (resident.store, TinySlabStore(2, resident.store)):
         MoELayer(resident.router, store, Recording())(x)
     shape = resident.store.shape
-    assert problems == [Problem(5, 2, 8, shape, "int8", torch.float32)] * 2
+    assert problems == [Problem(5, 2, 8, shape, "int8", torch.float32, num_experts=8)] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
