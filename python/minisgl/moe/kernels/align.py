@@ -10,7 +10,7 @@ finishes the slot's run.
 
 The usual count, prefix sum and scatter with atomics costs three launches, and its order within a run changes
 from call to call. Rows of x are made ready by the same launch (`rows`): further programs, one a row, which don't wait
-for the kernel ahead. So that may be anything but the one that wrote x.
+for the kernel ahead. So that may be anything but one that writes x and lets its successor start early.
 """
 
 import triton
