@@ -10,16 +10,10 @@ import triton
 from minisgl.moe.base import Problem, Slab
 from minisgl.moe.kernels import launch
 from minisgl.moe.kernels.few_rows import few_rows_down_kernel, few_rows_gate_up_kernel
-from minisgl.moe.kernels.launch import pdl_options, weight_args
+from minisgl.moe.kernels.launch import pdl_options
+from minisgl.moe.kernels.launch_words import word_args
 from minisgl.moe.select import FEW_ROWS_PAIR, Choice, Tiles
 from minisgl.moe.workspace import FEW_ROWS_GROUP, Buffers, max_blocks
-
-
-def _weights(slab: Slab, name: str, tiles: Tiles) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """Words, scales, zeros and bias, and their strides."""
-    args = weight_args(slab, name, tiles, words=False)
-    words = slab.parts[name].view(torch.int32)
-    return (words, args.scales, args.zeros, args.bias), (words.stride(0), *args.strides[1:])
 
 
 def _constants(slab: Slab, name: str, num_cols: int, x: torch.Tensor, choice: Choice) -> dict[str, Any]:
@@ -52,7 +46,7 @@ def gate_up(
     x_TD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers
 ) -> None:
     shape = problem.shape
-    tensors, strides = _weights(slab, "gate_up", choice.gate_up)
+    tensors, strides = word_args(slab, "gate_up", choice.gate_up)
     blocks = max_blocks(num_routes, problem.num_slots, choice.block_m)
     few_rows_gate_up_kernel[(blocks * triton.cdiv(shape.hidden_dim, choice.gate_up.block_n),)](
         buffers.x_ready(x_TD, problem.format),
@@ -78,7 +72,7 @@ def down(
 ) -> None:  # fmt: skip
     """arriving: whether weights may have come just now. The kernel asks for them before its wait, so it mustn't start early."""
     shape = problem.shape
-    tensors, strides = _weights(slab, "down", choice.down)
+    tensors, strides = word_args(slab, "down", choice.down)
     blocks = max_blocks(num_routes, problem.num_slots, choice.block_m)
     few_rows_down_kernel[(blocks * triton.cdiv(shape.model_dim, choice.down.block_n),)](
         buffers.activated_PF,

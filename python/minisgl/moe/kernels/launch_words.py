@@ -32,8 +32,8 @@ def _group(slab: Slab, name: str, num_cols: int) -> int:
     return num_cols // slab.parts[f"{name}_scale"].shape[-1] if slab.format == "int4" else 0
 
 
-def _weights(slab: Slab, name: str, tiles: Tiles) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """Words, scales, zeros and bias, and their strides."""
+def word_args(slab: Slab, name: str, tiles: Tiles) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """(32-bit words, scales, zeros and bias; their strides) of one GEMM's weights."""
     args = weight_args(slab, name, tiles, words=False)
     words = slab.parts[name].view(torch.int32)
     return (words, args.scales, args.zeros, args.bias), (words.stride(0), *args.strides[1:])
@@ -79,7 +79,7 @@ def words_gate_up(
     slab, shape = placement.slab, problem.shape
     if x_TD.data_ptr() % 16:  # a view that begins in the middle of a word; loads are up to 16 bytes wide
         x_TD = x_TD.clone()
-    tensors, strides = _weights(slab, "gate_up", tiles)
+    tensors, strides = word_args(slab, "gate_up", tiles)
     num_routes, arrival = placement.slots_TK.numel(), placement.arrival
     words_gate_up_kernel[(num_routes, triton.cdiv(shape.hidden_dim, tiles.block_n))](
         x_TD,
@@ -107,7 +107,7 @@ def words_down(
 ) -> None:  # fmt: skip
     """out: y [T, D] if add_up, else float32 rows [R, D]. early: options of a dependent launch."""
     slab, shape = placement.slab, problem.shape
-    tensors, strides = _weights(slab, "down", tiles)
+    tensors, strides = word_args(slab, "down", tiles)
     choices, arrival = next_power_of_two(problem.top_k), placement.arrival
     words_down_kernel[(problem.num_tokens, triton.cdiv(shape.model_dim, tiles.block_n))](
         buffers.activated_PF,
