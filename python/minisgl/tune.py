@@ -1,12 +1,15 @@
 """`minisgl tune`: measure the fastest MoE kernels for a model's shape on this GPU, ahead of serving it.
 
-Random weights and random routing of the model's shape, one layer, one token count a power of two. What wins is written to the
-user's cache folder, where the fused backend finds it; `--moe-autotune` does the same while serving, on the routes that occur.
+Random weights and random routing of the model's shape, one layer, one token count a power of two. With --tensor-parallel-size
+it is the shape of one rank's part of every expert, measured on one GPU (a rank of whole experts goes by what was measured with
+all of them). What wins is written to the user's cache folder, where the fused backend finds it; `--moe-autotune` does the same
+while serving, on the routes that occur.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -15,7 +18,7 @@ from rich.progress import track
 from minisgl.models.experts import expert_shape
 from minisgl.models.registry import resolve_model
 from minisgl.models.spec import ModelSpec
-from minisgl.moe.base import Placement, Problem
+from minisgl.moe.base import ExpertShape, Placement, Problem
 from minisgl.moe.formats import get_format, moe_quantization_choices
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.registry import make_backend
@@ -32,6 +35,13 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--moe-expert-quantization", default="none", choices=moe_quantization_choices)
     parser.add_argument("--moe-quantization-group-size", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        default=1,
+        help="ranks that share every expert's hidden units",
+    )
     parser.add_argument("--token-counts", default=DEFAULT_TOKENS, help=f"default {DEFAULT_TOKENS}")
 
 
@@ -48,7 +58,12 @@ def run_tune(args: argparse.Namespace) -> int:
     weight_format = get_format(
         args.moe_expert_quantization, dtype, group_size=args.moe_quantization_group_size
     )
-    store = ResidentStore(spec.moe.num_experts, expert_shape(spec), weight_format, device)
+    store = ResidentStore(
+        spec.moe.num_experts,
+        part_of_rank(expert_shape(spec), args.tensor_parallel_size),
+        weight_format,
+        device,
+    )
     store.fill_random(seed=0)
     backend = make_backend("fused", device, autotune=True)
     assert isinstance(backend, FusedMoeBackend)
@@ -56,6 +71,15 @@ def run_tune(args: argparse.Namespace) -> int:
     for count in track(counts, "tuning", console=console):
         console.print(f"{count} tokens: {tune_one(backend, store, spec, dtype, count)}", highlight=False)
     return 0
+
+
+def part_of_rank(shape: ExpertShape, num_ranks: int) -> ExpertShape:
+    """What one of num_ranks tensor-parallel ranks holds of every expert. ValueError where F can't be shared."""
+    if num_ranks < 1 or shape.hidden_dim % num_ranks:
+        raise ValueError(
+            f"--tensor-parallel-size {num_ranks} does not divide the experts' {shape.hidden_dim} hidden units"
+        )
+    return replace(shape, hidden_dim=shape.hidden_dim // num_ranks)
 
 
 def parse_counts(text: str) -> list[int]:
