@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 
 from minisgl.moe.base import Problem
 from minisgl.moe.select import Choice, DeviceLimits, Record, Tiles, can_have_roles, without_roles
 from minisgl.moe.workspace import next_power_of_two
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+Entries = dict[str, dict[int, dict[str, Any]]]
+"""Problem -> bucket of tokens -> what was measured."""
 
 
 def problem_key(problem: Problem) -> str:
@@ -34,12 +40,14 @@ def problem_key(problem: Problem) -> str:
 class Records:
     """Measured choices by GPU and problem: those shipped with the package, and a folder of one's own.
 
-    A file holds one GPU and one Triton version. Records of the running version win over those of others.
+    A file holds one GPU and one Triton version. Records of the running version win over those of others, and the folder's
+    over those shipped. The folder never gets a copy of what is shipped, which would hide what a later package ships.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._entries: dict[str, dict[str, dict[int, dict[str, Any]]]] = {}
+        self._entries: dict[str, Entries] = {}
+        self._own: dict[str, Entries] = {}
 
     @staticmethod
     def default_folder() -> Path:
@@ -62,16 +70,16 @@ class Records:
         return {bucket: without_roles(choice) for bucket, choice in record.items()}
 
     def add(self, problem: Problem, limits: DeviceLimits, choice: Choice, microseconds: float) -> None:
-        buckets = self._of_gpu(limits.name).setdefault(problem_key(problem), {})
         entry = {"choice": asdict(choice), "us": round(microseconds, 2), "triton": triton.__version__}
-        buckets[next_power_of_two(problem.num_tokens)] = entry
+        for entries in (self._of_gpu(limits.name), self._own_of_gpu(limits.name)):
+            entries.setdefault(problem_key(problem), {})[next_power_of_two(problem.num_tokens)] = entry
         if self.folder is not None:
             self.save(self.folder, limits.name)
 
     def save(self, folder: Path, gpu: str) -> Path:
-        """Write this GPU's entries that were measured with the running Triton."""
+        """Write this GPU's own entries that were measured with the running Triton."""
         mine = {}
-        for key, buckets in sorted(self._of_gpu(gpu).items()):
+        for key, buckets in sorted(self._own_of_gpu(gpu).items()):
             kept = {str(b): e for b, e in sorted(buckets.items()) if e["triton"] == triton.__version__}
             if kept:
                 mine[key] = kept
@@ -81,22 +89,35 @@ class Records:
         path.write_text(json.dumps(content, indent=1) + "\n")
         return path
 
-    def _of_gpu(self, gpu: str) -> dict[str, dict[int, dict[str, Any]]]:
+    def _of_gpu(self, gpu: str) -> Entries:
         if gpu not in self._entries:
-            entries: dict[str, dict[int, dict[str, Any]]] = {}
-            for content in sorted(self._files(gpu), key=lambda c: c["triton"] == triton.__version__):
-                for key, buckets in content["problems"].items():
-                    entries.setdefault(key, {}).update({int(b): entry for b, entry in buckets.items()})
-            self._entries[gpu] = entries
+            shipped = resources.files("minisgl.moe") / "tuned"
+            self._entries[gpu] = _read(gpu, [shipped, *self._folders()])
         return self._entries[gpu]
 
-    def _files(self, gpu: str) -> Iterator[dict[str, Any]]:
-        shipped = resources.files("minisgl.moe") / "tuned"
-        folders = [shipped, *([self.folder] if self.folder is not None and self.folder.is_dir() else [])]
-        for folder in folders:
-            for file in folder.iterdir() if folder.is_dir() else ():
-                if file.name.startswith(file_stem(gpu) + ".triton-") and file.name.endswith(".json"):
-                    yield json.loads(file.read_text())
+    def _own_of_gpu(self, gpu: str) -> Entries:
+        if gpu not in self._own:
+            self._own[gpu] = _read(gpu, self._folders())
+        return self._own[gpu]
+
+    def _folders(self) -> list[Path]:
+        return [self.folder] if self.folder is not None and self.folder.is_dir() else []
+
+
+def _read(gpu: str, folders: Sequence[Traversable]) -> Entries:
+    """What files of a GPU say; a later folder wins, and the running Triton over all."""
+    entries: Entries = {}
+    for content in sorted(_files(gpu, folders), key=lambda c: c["triton"] == triton.__version__):
+        for key, buckets in content["problems"].items():
+            entries.setdefault(key, {}).update({int(b): entry for b, entry in buckets.items()})
+    return entries
+
+
+def _files(gpu: str, folders: Sequence[Traversable]) -> Iterator[dict[str, Any]]:
+    for folder in folders:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if file.name.startswith(file_stem(gpu) + ".triton-") and file.name.endswith(".json"):
+                yield json.loads(file.read_text())
 
 
 def file_stem(gpu: str) -> str:

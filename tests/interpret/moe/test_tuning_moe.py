@@ -120,6 +120,18 @@ def test_a_record_of_the_running_triton_wins_over_another_version_s(tmp_path):
     assert Records(tmp_path).lookup(problem(1), card)[1].block_m == 32
 
 
+def test_a_folder_of_one_s_own_holds_no_copy_of_what_is_shipped(tmp_path):
+    records = Records(tmp_path)
+    records.add(problem(50), H200, GROUPED, 12.5)
+    (file,) = tmp_path.iterdir()
+    assert list(json.loads(file.read_text())["problems"]) == [problem_key(problem(50))]
+    records = Records(tmp_path)
+    records.add(problem(1), H200, GROUPED, 1.0)
+    kept = json.loads(file.read_text())["problems"]
+    assert set(kept[problem_key(problem(50))]) == {"1", "64"}
+    assert records.lookup(problem(1, "fp8"), H200) == Records().lookup(problem(1, "fp8"), H200)
+
+
 def test_shipped_records_name_choices_that_exist():
     shipped = Records()
     for format_name in ("bf16", "fp8", "int8", "int4"):
