@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import moe_cases
 import moe_offload
 from minisgl.moe.autotune import Tuner, TuningCase
-from minisgl.moe.base import Placement, Problem
+from minisgl.moe.base import Placement
 from minisgl.moe.formats import get_format
 from minisgl.moe.fused import FusedMoeBackend
-from minisgl.moe.kernels.precompile import CompilePool, CompileTask
+from minisgl.moe.kernels.precompile import CompilePool
 from minisgl.moe.records import Records
-from minisgl.moe.select import Choice, DeviceLimits
+from minisgl.moe.select import DeviceLimits
 from record import append_record, environment
 
 HERE = Path(__file__).parent
@@ -104,12 +103,7 @@ def make_tuner(options: argparse.Namespace, records: Records, limits: DeviceLimi
     if not options.compile_workers:
         return Tuner(limits, records, most=options.most_candidates)
     pool = CompilePool(limits.capability[0] * 10 + limits.capability[1], options.compile_workers)
-
-    def compile_ahead(problem: Problem, choices: Sequence[Choice]) -> None:
-        for future in pool.submit(CompileTask(problem, choice) for choice in choices):
-            future.result()
-
-    return Tuner(limits, records, most=options.most_candidates, compile_ahead=compile_ahead)
+    return Tuner(limits, records, most=options.most_candidates, compile_ahead=pool.ahead)
 
 
 def tune(tuner: Tuner, case: moe_cases.LayerCase) -> None:

@@ -9,6 +9,7 @@ while serving, on the routes that occur.
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 
 import torch
@@ -18,11 +19,13 @@ from rich.progress import track
 from minisgl.models.experts import expert_shape
 from minisgl.models.registry import resolve_model
 from minisgl.models.spec import ModelSpec
+from minisgl.moe.autotune import Tuner
 from minisgl.moe.base import ExpertShape, Placement, Problem
 from minisgl.moe.formats import get_format, moe_quantization_choices
 from minisgl.moe.fused import FusedMoeBackend
-from minisgl.moe.registry import make_backend
-from minisgl.moe.select import Choice
+from minisgl.moe.kernels.precompile import CompilePool
+from minisgl.moe.records import Records
+from minisgl.moe.select import Choice, DeviceLimits
 from minisgl.moe.store import ResidentStore
 
 DEFAULT_TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096"
@@ -41,6 +44,9 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="ranks that share every expert's hidden units",
+    )
+    parser.add_argument(
+        "--compile-workers", type=int, help="processes that compile (default: one a CPU, at most 16)"
     )
     parser.add_argument("--token-counts", default=DEFAULT_TOKENS, help=f"default {DEFAULT_TOKENS}")
 
@@ -65,11 +71,13 @@ def run_tune(args: argparse.Namespace) -> int:
         device,
     )
     store.fill_random(seed=0)
-    backend = make_backend("fused", device, autotune=True)
-    assert isinstance(backend, FusedMoeBackend)
-    console = Console()
+    limits, workers = DeviceLimits.of(device), args.compile_workers or min(16, os.cpu_count() or 1)
+    pool = CompilePool(limits.capability[0] * 10 + limits.capability[1], workers)
+    tuner = Tuner(limits, Records(Records.default_folder()), compile_ahead=pool.ahead)
+    backend, console = FusedMoeBackend(tuner=tuner), Console()
     for count in track(counts, "tuning", console=console):
         console.print(f"{count} tokens: {tune_one(backend, store, spec, dtype, count)}", highlight=False)
+    pool.close()
     return 0
 
 

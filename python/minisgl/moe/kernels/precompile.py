@@ -6,7 +6,7 @@ cache on disk. So worker processes that never touch the GPU fill that cache whil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -123,6 +123,11 @@ class CompilePool:
 
     def submit(self, tasks: Iterable[CompileTask]) -> list[Future]:
         return [self._pool.submit(_quietly, task) for task in tasks]
+
+    def ahead(self, problem: Problem, choices: Sequence[Choice]) -> None:
+        """Compile choices of a problem and wait for them; what fails to compile fails again where it is measured."""
+        for future in self.submit(CompileTask(problem, choice) for choice in choices):
+            future.result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
