@@ -8,10 +8,10 @@ Routing is forced where a backend decides it (`backend.route`), so the model run
 
     bound = step without experts + sum over layers of max(experts when resident, missed bytes / link)
 
-since a layer must end before the next begins; the three parts are measured in the same run (`--no-resident` where not all
-experts fit on the device: then only the link's part is shown). Misses are those of the definition in `moe/store/planning.py`
-on the same routing: a row that fetched something else (a cache that keeps the wrong experts, a routing that wasn't the forced
-one) is refused, not recorded. Appends a JSON line to benchmark/results/offload.jsonl.
+since a layer must end before the next begins; the three parts are measured in the same run. Without those of resident experts
+(`--no-resident`, or where not all fit on the device) there is no bound: what the link alone takes is shown. Misses are those of
+the definition in `moe/store/planning.py` on the same routing: a row that fetched something else (a cache that keeps the wrong
+experts, a routing that wasn't the forced one) is refused, not recorded. Appends a JSON line to benchmark/results/offload.jsonl.
 """
 
 from __future__ import annotations
@@ -295,9 +295,10 @@ def decode_row(
     row["expected_bytes"] = float(misses.sum(1).mean()) * bench.record_bytes
     if link:
         link_ms = misses * bench.record_bytes / link * 1e3
-        experts_ms = parts.get("experts_ms", 0.0)
-        rest = parts.get("resident_ms", 0.0) - experts_ms
-        row["bound_ms"] = rest + float(np.maximum(link_ms, experts_ms / misses.shape[1]).sum(1).mean())
+        row["link_ms"] = float(link_ms.sum(1).mean())
+        if parts:
+            rest, experts_ms = parts["resident_ms"] - parts["experts_ms"], parts["experts_ms"]
+            row["bound_ms"] = rest + float(np.maximum(link_ms, experts_ms / misses.shape[1]).sum(1).mean())
     return row
 
 

@@ -17,7 +17,7 @@ def show_prompt(row: dict[str, Any], console: Console) -> None:
     console.print(line + f"{row['kept']:.0%} of the cached experts kept", highlight=False)
 
 
-HEAD = "format    slots  overlap      routing batch  ms/step   hits   GB/s    bound  x"
+HEAD = "format    slots  overlap      routing batch  ms/step   hits   GB/s     link    bound  x"
 
 
 def show_decode(row: dict[str, Any], console: Console, header: bool) -> None:
@@ -26,7 +26,8 @@ def show_decode(row: dict[str, Any], console: Console, header: bool) -> None:
         console.print(HEAD, style="bold", highlight=False)
     line = f"{row['format']:9} {row['slots']:5} {row['overlap']:>8} {row['routing']:>12} {row['batch']:5} {row['ms']:8.2f} "
     line += f"{row['hit_rate']:6.1%} {row['bytes'] / row['ms'] / 1e6:6.1f} "
-    console.print(line + (f"{bound:8.2f} {row['ms'] / bound:.2f}" if bound else ""), highlight=False)
+    line += f"{row['link_ms']:8.2f} " if "link_ms" in row else f"{'-':>8} "
+    console.print(line + (f"{bound:8.2f} {row['ms'] / bound:.2f}" if bound else f"{'-':>8}"), highlight=False)
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
