@@ -17,8 +17,8 @@ from itertools import zip_longest
 import torch
 
 from minisgl.moe.base import Placement, Problem
-from minisgl.moe.candidates import candidates, neighbours
-from minisgl.moe.kernels import launch, launch_direct, launch_few_rows
+from minisgl.moe.candidates import candidates, neighbours, persistent_choices
+from minisgl.moe.kernels import launch, launch_direct, launch_few_rows, launch_persistent
 from minisgl.moe.records import Records, problem_key
 from minisgl.moe.select import Choice, DeviceLimits, Kernel, Tiles
 from minisgl.moe.workspace import FP8_FORMATS, Workspace, next_power_of_two
@@ -102,6 +102,11 @@ class Tuner:
         """The fastest choice for the case, now also in the records. Raises RuntimeError if nothing runs."""
         search = _Search(self, case)
         best: dict[str, tuple[float, Choice]] = {}
+        for choice in self._persistent(case.problem):
+            whole = search.whole_step(choice)
+            self.log(f"{problem_key(case.problem)} T={case.problem.num_tokens} {whole:.1f} us {choice}")
+            if "persistent" not in best or whole < best["persistent"][0]:
+                best["persistent"] = (whole, choice)
         for kernel, block_m, ups, downs in candidates(case.problem, self.limits, self.most):
             choice = search.best_tiles(kernel, block_m, ups, downs)
             if choice is None:
@@ -118,6 +123,13 @@ class Tuner:
             microseconds, choice = best["direct"]
         self.records.add(case.problem, self.limits, choice, microseconds)
         return choice
+
+    def _persistent(self, problem: Problem) -> list[Choice]:
+        """Candidates of the kernel for both GEMMs, about to be measured as whole steps."""
+        choices = persistent_choices(problem, self.limits)
+        if choices and self.compile_ahead is not None:
+            self.compile_ahead(problem, choices)
+        return choices
 
 
 class _Search:
@@ -230,6 +242,13 @@ def run_step(case: TuningCase, choice: Choice, workspace: Workspace) -> None:
     problem, buffers = case.problem, workspace.claim(case.problem)
     num_routes = problem.num_tokens * problem.top_k
     prepare(case, choice, workspace)
+    if choice.kernel == "persistent":
+        rows_RD = buffers.rows_RD(num_routes, problem.shape.model_dim, problem.dtype)
+        launch_persistent.gate_up_and_down(
+            rows_RD, case.x_TD, case.placement.slab, problem, choice, num_routes, buffers
+        )
+        launch.reduce(rows_RD, case.weights_TK, buffers, torch.empty_like(case.x_TD))
+        return
     run_gemm(case, choice, workspace, "gate_up")
     codes = problem.format in FP8_FORMATS and not launch.codes_in_down(problem, choice.block_m, case.x_TD)
     if choice.kernel == "grouped" and codes:

@@ -18,12 +18,15 @@ from minisgl.moe.select import (
     FEW_ROWS_LARGEST_BLOCK_M,
     FEW_ROWS_PAIR,
     PACKED_FORMATS,
+    Choice,
     DeviceLimits,
     Kernel,
     Tiles,
+    can_be_persistent,
     can_have_roles,
     few_rows_heuristic,
     grouped_block_m,
+    persistent_choice,
     reads_fragments,
     reads_words,
     roles_tiles,
@@ -218,6 +221,20 @@ def spread(tiles: Iterator[Tiles], most: int) -> list[Tiles]:
     loops that made them, and leave out all of one kind.)"""
     every = list(tiles)
     return every if len(every) <= most else random.Random(0).sample(every, most)
+
+
+def persistent_choices(problem: Problem, limits: DeviceLimits) -> list[Choice]:
+    """Candidates of the kernel for both GEMMs, which can't be measured apart."""
+    if not can_be_persistent(problem, limits):
+        return []
+    one_program = [
+        persistent_choice(problem, block_m, consumers, group_m)
+        for block_m in block_m_candidates(problem)
+        for consumers in (1, 2)
+        for group_m in ((1, 4) if block_m >= 64 else (1,))
+    ]
+    small = [block_m for block_m in block_m_candidates(problem) if block_m <= 32]
+    return [*one_program, *(persistent_choice(problem, block_m, programs=2) for block_m in small)]
 
 
 def candidates(

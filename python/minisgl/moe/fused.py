@@ -3,6 +3,7 @@
     grouped   align -> gate_up with activation -> down -> reduce          any number of tokens
     few_rows  the same with GEMMs for blocks of 8 to 32 rows              int4 in groups of 128
     direct    gate_up with activation -> down, summed over k              decode
+    persistent  the same with both GEMMs in one launch                    16-bit, fp8, int8 on Hopper
     fp8 adds a quantization of the rows before each GEMM of the grouped kernels; the direct ones need none.
 
 Which of them, and with which tiles, `select` decides when a step begins, so that a step served in one wave
@@ -23,7 +24,7 @@ from triton import knobs
 from minisgl.moe.autotune import Tuner, TuningCase
 from minisgl.moe.backend import PlainForward
 from minisgl.moe.base import ExpertShape, Placement, Problem, Routing, RoutingRule, apply_rule
-from minisgl.moe.kernels import launch, launch_direct, launch_few_rows
+from minisgl.moe.kernels import launch, launch_direct, launch_few_rows, launch_persistent
 from minisgl.moe.records import Records
 from minisgl.moe.select import (
     PACKED_FORMATS,
@@ -199,6 +200,9 @@ class FusedStep:
         launch.align(
             self.x_TD, placement.slots_TK, slab.num_slots, problem, block_m, first_wave, buffers, units
         )
+        if choice.kernel == "persistent":
+            self._run_persistent(placement)
+            return
         interpreted = launch.interpreted_fp8(problem, self.x_TD)
         if interpreted and first_wave:
             codes = buffers.x_ready(self.x_TD, problem.format)
@@ -217,6 +221,24 @@ class FusedStep:
             launch_few_rows.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers, arriving)
         else:
             launch.down(self.rows_RD, slab, problem, choice, self.num_routes, buffers)
+
+    def _run_persistent(self, placement: Placement) -> None:
+        """Both GEMMs at once, unless something has to happen between them."""
+        given = (
+            self.rows_RD,
+            self.x_TD,
+            placement.slab,
+            self.problem,
+            self.choice,
+            self.num_routes,
+            self.buffers,
+        )
+        if not placement.in_two_parts:
+            launch_persistent.gate_up_and_down(*given)
+            return
+        launch_persistent.gate_up_and_down(*given, gemms="gate_up")
+        placement.before_down()
+        launch_persistent.gate_up_and_down(*given, gemms="down")
 
     def finish(self) -> torch.Tensor:
         if self.finished or self.num_routes == 0:
@@ -262,7 +284,8 @@ def moe_align_block_size(
     problem = Problem(ids_R.numel(), 1, num_experts, shape, "fp32", torch.float32)
     buffers = Workspace(ids_R.device).claim(problem)
     positions = max_blocks(ids_R.numel(), num_experts, block_m) * block_m
-    buffers = replace(buffers, sorted_R=ids_R.new_empty(positions), block_slots=ids_R.new_empty(positions))
+    made = {name: ids_R.new_empty(positions) for name in ("sorted_R", "block_slots", "tiles_done_B")}
+    buffers = replace(buffers, **made)
     launch.align(torch.empty(0, 1, device=ids_R.device), ids_R, num_experts, problem, block_m, True, buffers)
     used = int(buffers.num_blocks)
     return buffers.sorted_R[: used * block_m], buffers.block_slots[:used]

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 import triton
 
 from minisgl.moe.base import Problem
-from minisgl.moe.select import Choice, DeviceLimits, Record, Tiles, can_have_roles, without_roles
+from minisgl.moe.select import (
+    Choice,
+    DeviceLimits,
+    Record,
+    Tiles,
+    can_be_persistent,
+    can_have_roles,
+    grouped_heuristic,
+    without_roles,
+)
 from minisgl.moe.workspace import next_power_of_two
 
 if TYPE_CHECKING:
@@ -65,9 +74,10 @@ class Records:
         if not buckets:
             return None
         record = {bucket: choice_from_json(entry["choice"]) for bucket, entry in buckets.items()}
-        if can_have_roles(problem, limits):
-            return record
-        return {bucket: without_roles(choice) for bucket, choice in record.items()}
+        return {
+            bucket: _possible(choice, replace(problem, num_tokens=bucket), limits)
+            for bucket, choice in record.items()
+        }
 
     def add(self, problem: Problem, limits: DeviceLimits, choice: Choice, microseconds: float) -> None:
         entry = {"choice": asdict(choice), "us": round(microseconds, 2), "triton": triton.__version__}
@@ -102,6 +112,12 @@ class Records:
 
     def _folders(self) -> list[Path]:
         return [self.folder] if self.folder is not None and self.folder.is_dir() else []
+
+
+def _possible(choice: Choice, problem: Problem, limits: DeviceLimits) -> Choice:
+    if choice.kernel == "persistent":
+        return choice if can_be_persistent(problem, limits) else grouped_heuristic(problem, limits)
+    return choice if can_have_roles(problem, limits) else without_roles(choice)
 
 
 def _read(gpu: str, folders: Sequence[Traversable]) -> Entries:

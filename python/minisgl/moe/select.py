@@ -21,6 +21,7 @@ from minisgl.moe.workspace import (
     FEW_ROWS_GROUP,
     FEW_ROWS_MAX_TOKENS,
     FP8_FORMATS,
+    MAX_BLOCK_M,
     largest_block_m,
     next_power_of_two,
 )
@@ -29,12 +30,15 @@ PACKED_FORMATS = ("int4", "mxfp4")
 BYTE_FORMATS = (*FP8_FORMATS, *PACKED_FORMATS, "int8")  # at most a byte a weight
 CODES_PER_WORD = {"bf16": 2, "int4": 8, "int8": 4, "fp8": 4, "fp8_block": 4}  # of 32 bits, see kernels.words
 Threshold = int | Literal["auto"]
-Kernel = Literal["grouped", "few_rows", "direct"]
+Kernel = Literal["grouped", "few_rows", "persistent", "direct"]
 FEW_ROWS_PAIR = {
     "gate_up": 8,
     "down": 16,
 }  # hidden units or outputs of a warp's pair of tiles, see kernels.fragments
 FEW_ROWS_LARGEST_BLOCK_M = 32  # four columns of eight rows
+HOPPER_SHARED_BYTES = 232_448
+PERSISTENT_ROW_BYTES = 128  # of each row in a step of the persistent kernel
+PERSISTENT_SPARE_BYTES = 5 * 1024  # of shared memory, beside its buffers
 FEW_ROWS_A_SLOT = 4  # up to here, and from more than half a row on, they were measured to be the fastest
 
 
@@ -45,7 +49,7 @@ class Tiles:
     block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
     kernel multiplies on the tensor cores. preload: K steps that the direct down kernel, and those for few rows, ask for
     ahead. tiles_n: column tiles a grouped program works on one after the other. roles: warps of a grouped
-    program load or multiply, see `kernels.hopper`.
+    program load or multiply, see `kernels.hopper`. The two GEMMs of the persistent kernel share all but block_n.
     """
 
     block_n: int
@@ -134,6 +138,8 @@ def _shared_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
     measured = limits.capability == (9, 0) and problem.rows_per_slot <= FEW_ROWS_A_SLOT
     if measured and reads_fragments(problem, limits):
         return few_rows_heuristic(problem)
+    if can_be_persistent(problem, limits) and problem.rows_per_slot * 1.25 <= MAX_BLOCK_M:
+        return persistent_heuristic(problem)
     return grouped_heuristic(problem, limits)
 
 
@@ -285,6 +291,50 @@ def roles_tiles(problem: Problem) -> tuple[Tiles, Tiles]:
     """For blocks of 128 rows: 256 rows of weights and 128 bytes of them a step, as many stages as fit."""
     block_k = 128 if problem.format in FP8_FORMATS else 64
     return Tiles(128, block_k, 4, 4, tma=True, roles=True), Tiles(256, block_k, 4, 4, tma=True, roles=True)
+
+
+def can_be_persistent(problem: Problem, limits: DeviceLimits) -> bool:
+    """Whether `kernels.persistent` can multiply: the sizes and formats of `kernels.hopper`, and int8 times bf16."""
+    if problem.format == "int8" and problem.dtype == torch.bfloat16:
+        problem = replace(problem, format="bf16")
+    return problem.format in ("bf16", "fp16", "fp8") and can_have_roles(problem, limits)
+
+
+def persistent_heuristic(problem: Problem) -> Choice:
+    """One block a slot, mostly. A second consumer where there is much to multiply; int8, which is converted by those that
+    multiply, has two programs a multiprocessor where blocks are small, and blocks of at most 64 rows."""
+    block_m, int8 = grouped_block_m(problem), problem.format == "int8"
+    if int8 and block_m >= 64:
+        return persistent_choice(problem, 64, consumers=2, group_m=4)
+    if block_m >= 64:
+        return persistent_choice(problem, block_m, consumers=2 if block_m == MAX_BLOCK_M else 1)
+    return persistent_choice(problem, block_m, programs=2 if int8 else 1)
+
+
+def persistent_choice(
+    problem: Problem, block_m: int, consumers: int = 1, group_m: int = 1, programs: int = 1
+) -> Choice:
+    """consumers: groups of four warps that multiply, each with 128 rows of weights. programs: a multiprocessor, which have as
+    many stages as fit."""
+    stages = (HOPPER_SHARED_BYTES // programs - PERSISTENT_SPARE_BYTES) // _persistent_stage(
+        problem, block_m, consumers
+    )
+    block_k = 128 if problem.format in BYTE_FORMATS else 64
+    up = Tiles(64 * consumers, block_k, 4, stages, group_m, tma=True)
+    return Choice("persistent", block_m, up, replace(up, block_n=128 * consumers))
+
+
+def _persistent_stage(problem: Problem, block_m: int, consumers: int) -> int:
+    """Bytes of a buffer. int8 has rows of 16 bits."""
+    return PERSISTENT_ROW_BYTES * (128 * consumers + block_m * (2 if problem.format == "int8" else 1))
+
+
+def persistent_programs(problem: Problem, choice: Choice) -> int:
+    """How many programs of the persistent kernel a multiprocessor has: as many as its buffers leave room for, up to two."""
+    used = choice.gate_up.num_stages * _persistent_stage(
+        problem, choice.block_m, choice.gate_up.block_n // 64
+    )
+    return 2 if used + PERSISTENT_SPARE_BYTES <= HOPPER_SHARED_BYTES // 2 else 1
 
 
 def without_roles(choice: Choice) -> Choice:

@@ -56,6 +56,7 @@ class Buffers:
 
     sorted_R: torch.Tensor  # int32, long enough for any BLOCK_M
     block_slots: torch.Tensor  # int32
+    tiles_done_B: torch.Tensor  # int32: parts of each block's gate_up that are done
     num_blocks: torch.Tensor  # int32 [1]
     served_R: torch.Tensor  # int8
     activated_PF: torch.Tensor
@@ -111,6 +112,7 @@ def buffer_specs(problem: Problem, capacity: int) -> dict[str, Spec]:
     return {
         "sorted_R": ((positions,), torch.int32),
         "block_slots": ((blocks,), torch.int32),
+        "tiles_done_B": ((blocks,), torch.int32),
         "num_blocks": ((1,), torch.int32),
         "served_R": ((routes,), torch.int8),
         "activated_PF": ((positions, hidden_dim), problem.dtype),

@@ -33,15 +33,17 @@ def _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE: tl.constexpr):
 
 @triton.jit
 def _finish_run(
-    sorted_R, block_slots, amax_P, slot, first_block, blocks, count, num_routes, BLOCK_M: tl.constexpr,
+    sorted_R, block_slots, tiles_done_B, amax_P, slot, first_block, blocks, count, num_routes, BLOCK_M: tl.constexpr,
     AMAX: tl.constexpr,
 ):  # fmt: skip
-    """Padding of a slot's run, the slot of each of its blocks, and (AMAX) zero for the maxima of its rows."""
+    """Padding of a slot's run, the slot of each of its blocks, of which nothing is done, and (AMAX) zero for the maxima of its
+    rows."""
     padding = count + tl.arange(0, BLOCK_M)
     tl.store(sorted_R + first_block * BLOCK_M + padding, num_routes, mask=padding < blocks * BLOCK_M)
     for start in range(0, blocks, 32):
         block = start + tl.arange(0, 32)
         tl.store(block_slots + first_block + block, slot, mask=block < blocks)
+        tl.store(tiles_done_B + first_block + block, 0, mask=block < blocks)
     if AMAX:
         for block in range(0, blocks):
             positions = (first_block + block) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -54,6 +56,7 @@ def align_kernel(
     sorted_R,  # out int32 [capacity]: route numbers, padded with R
     block_slots,  # out int32 [capacity / BLOCK_M]: slot of each block
     num_blocks,  # out int32 [1]
+    tiles_done_B,  # out int32 [capacity / BLOCK_M]: zeros
     served_R,  # out int8 [R]: 1 where some wave of this step computes the route
     num_routes,
     num_slots,
@@ -102,8 +105,8 @@ def align_kernel(
             tl.store(sorted_R + first_block * BLOCK_M + place, routes, mask=hit)
             done += tl.sum(hit.to(tl.int32), 0)
         _finish_run(
-            sorted_R, block_slots, amax_P, slot, first_block, my_blocks, my_routes, num_routes, BLOCK_M, AMAX
-        )
+            sorted_R, block_slots, tiles_done_B, amax_P, slot, first_block, my_blocks, my_routes, num_routes, BLOCK_M, AMAX,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_chunks"])
@@ -151,6 +154,7 @@ def place_kernel(
     sorted_R,
     block_slots,
     num_blocks,
+    tiles_done_B,
     amax_P,
     num_routes,
     num_slots,
@@ -193,6 +197,7 @@ def place_kernel(
         _finish_run(
             sorted_R,
             block_slots,
+            tiles_done_B,
             amax_P,
             chunk - num_chunks,
             first,

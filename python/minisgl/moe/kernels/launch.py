@@ -255,9 +255,9 @@ def align(
         chunk = next_power_of_two(max(num_routes, 32))
         constants["num_warps"] = 4 if chunk <= 512 else 8
         align_kernel[(num_slots + rows,)](
-            slots_TK, buffers.sorted_R, buffers.block_slots, buffers.num_blocks, buffers.served_R, num_routes,
-            num_slots, x_TD, x_ready, x_scale, buffers.activated_scale_P, AMAX=amax, BLOCK_M=block_m,
-            CHUNK=chunk, **constants,
+            slots_TK, buffers.sorted_R, buffers.block_slots, buffers.num_blocks, buffers.tiles_done_B,
+            buffers.served_R, num_routes, num_slots, x_TD, x_ready, x_scale, buffers.activated_scale_P, AMAX=amax,
+            BLOCK_M=block_m, CHUNK=chunk, **constants,
         )  # fmt: skip
         return
     chunks, constants["num_warps"] = num_chunks(num_routes), 8
@@ -268,7 +268,7 @@ def align(
     )  # fmt: skip
     place_kernel[(chunks + num_slots,)](
         slots_TK, buffers.counts_CB, buffers.rank_R, buffers.sorted_R, buffers.block_slots, buffers.num_blocks,
-        buffers.activated_scale_P, num_routes, num_slots, chunks, AMAX=amax, BLOCK_M=block_m,
+        buffers.tiles_done_B, buffers.activated_scale_P, num_routes, num_slots, chunks, AMAX=amax, BLOCK_M=block_m,
         BINS=num_bins(num_slots), CHUNK=ALIGN_CHUNK, CHUNKS=min(next_power_of_two(chunks), 128), num_warps=8,
         **pdl_options(x_TD.device),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from minisgl.moe.base import Placement, Problem, Slab
 from minisgl.moe.formats import get_format
-from minisgl.moe.kernels import launch, launch_direct, launch_few_rows
+from minisgl.moe.kernels import launch, launch_direct, launch_few_rows, launch_persistent
 from minisgl.moe.select import Choice
 from minisgl.moe.workspace import FP8_FORMATS, Buffers, buffer_specs, next_power_of_two
 
@@ -94,9 +94,12 @@ def compile_choice(task: CompileTask, small_kernels: bool = False) -> None:
         else:
             launch_direct.direct_down(x_TD, placement, weights_TK, problem, choice.down, buffers, True)
         return
-    gemms = launch_few_rows if choice.kernel == "few_rows" else launch
-    gemms.gate_up(x_TD, slab, problem, choice, num_routes, buffers)
-    gemms.down(rows_RD, slab, problem, choice, num_routes, buffers)
+    if choice.kernel == "persistent":
+        launch_persistent.gate_up_and_down(rows_RD, x_TD, slab, problem, choice, num_routes, buffers)
+    else:
+        gemms = launch_few_rows if choice.kernel == "few_rows" else launch
+        gemms.gate_up(x_TD, slab, problem, choice, num_routes, buffers)
+        gemms.down(rows_RD, slab, problem, choice, num_routes, buffers)
     if small_kernels:
         units = launch.sum_units(problem, choice)
         launch.align(x_TD, placement.slots_TK, slab.num_slots, problem, choice.block_m, True, buffers, units)
