@@ -18,6 +18,7 @@ from minisgl.moe.kernels.dependent import start_next, wait_for_previous
 from minisgl.moe.kernels.fetch import await_chunks
 from minisgl.moe.kernels.product import activated
 from minisgl.moe.kernels.reduce import add_up, load_route_weights
+from minisgl.moe.kernels.tiles import load_once
 from minisgl.moe.kernels.words import dot_two, load_even, load_x, per_word, prepared
 
 
@@ -69,7 +70,7 @@ def _load_words(
     EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
     inside = _inside(here, i, WORDS, K // per_word(FORMAT))
     word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
-    return load_even(rows[0] + word, inside, EVEN), load_even(rows[1] + word, inside, EVEN)
+    return load_once(rows[0] + word, inside, EVEN), load_once(rows[1] + word, inside, EVEN)
 
 
 @triton.jit

@@ -57,7 +57,9 @@ def _load_words(rows, first, K: tl.constexpr, CHUNK: tl.constexpr):
         word = (first + j) * 16 + tl.arange(0, 16)[None, :]
         words = ()
         for i in tl.static_range(len(rows)):
-            words = words + (tl.load(rows[i] + word, mask=word < K // 8),)  # noqa: RUF005
+            # Read once, they must not push x and scales out of the L1.
+            loaded = tl.load(rows[i] + word, mask=word < K // 8, eviction_policy="evict_first")
+            words = words + (loaded,)  # noqa: RUF005
         steps = steps + (words,)  # noqa: RUF005
     return steps
 

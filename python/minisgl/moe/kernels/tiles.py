@@ -200,3 +200,12 @@ def unpack_mxfp4(words, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
         c = (_e2m1(wide >> 8 & 15) * scale).to(DTYPE)
         d = (_e2m1(wide >> 12 & 15) * scale).to(DTYPE)
     return a, b, c, d
+
+
+@triton.jit
+def load_once(pointers, inside, EVEN: tl.constexpr):
+    """Weights that one program reads once: they don't push out of the L1 what many programs read. EVEN: all are inside."""
+    if EVEN:
+        return tl.load(pointers, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, mask=inside, other=0, eviction_policy="evict_first")
