@@ -18,6 +18,7 @@ from minisgl.moe.select import (
     FEW_ROWS_LARGEST_BLOCK_M,
     FEW_ROWS_PAIR,
     PACKED_FORMATS,
+    ROLES_BLOCK_M,
     Choice,
     DeviceLimits,
     Kernel,
@@ -216,6 +217,12 @@ def block_m_candidates(problem: Problem) -> list[int]:
     return sorted({min(max(block, 16), largest) for block in (centre // 2, centre, centre * 2)})
 
 
+def _roles_blocks(problem: Problem, limits: DeviceLimits) -> tuple[int, ...]:
+    if not can_have_roles(problem, limits):
+        return ()
+    return (16, 32, ROLES_BLOCK_M) if problem.format == "int4" else (ROLES_BLOCK_M,)
+
+
 def spread(tiles: Iterator[Tiles], most: int) -> list[Tiles]:
     """At most `most` of the candidates: a sample, the same at every call. (Every n-th would fall into step with the
     loops that made them, and leave out all of one kind.)"""
@@ -255,8 +262,8 @@ def candidates(
         ups, downs = (
             spread(grouped_tiles(problem, limits, block_m, gemm), most) for gemm in ("gate_up", "down")
         )
-        if block_m == 128 and can_have_roles(problem, limits):
-            up, down = roles_tiles(problem)
+        if block_m in _roles_blocks(problem, limits):
+            up, down = roles_tiles(problem, block_m)
             ups, downs = [up, *ups], [down, *downs]
         if ups and downs:
             found.append(("grouped", block_m, ups, downs))

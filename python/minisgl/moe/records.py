@@ -24,7 +24,6 @@ from minisgl.moe.select import (
     can_be_persistent,
     can_have_roles,
     grouped_heuristic,
-    without_roles,
 )
 from minisgl.moe.workspace import next_power_of_two
 
@@ -65,7 +64,7 @@ class Records:
 
     def lookup(self, problem: Problem, limits: DeviceLimits) -> Record | None:
         """Bucket -> choice, or None if nothing was measured. For a rank's share of the experts what was measured with all,
-        whose slots get as many rows. Where this Triton has no kernels whose warps have roles, the same tiles for the others.
+        whose slots get as many rows. Where this Triton has no kernels whose warps have roles, tiles for the others.
         """
         entries, whole = self._of_gpu(limits.name), problem
         if problem.num_experts > problem.num_slots:
@@ -114,10 +113,23 @@ class Records:
         return [self.folder] if self.folder is not None and self.folder.is_dir() else []
 
 
+def without_roles(choice: Choice, problem: Problem, limits: DeviceLimits) -> Choice:
+    """The same tiles for the kernels whose warps are all alike; of int4, which they couldn't hold, the heuristic's."""
+    if not (choice.gate_up.roles or choice.down.roles):
+        return choice
+    if problem.format == "int4":
+        return grouped_heuristic(problem, replace(limits, gluon=False))
+
+    def alike(tiles: Tiles) -> Tiles:
+        return replace(tiles, roles=False, num_warps=8) if tiles.roles else tiles
+
+    return replace(choice, gate_up=alike(choice.gate_up), down=alike(choice.down))
+
+
 def _possible(choice: Choice, problem: Problem, limits: DeviceLimits) -> Choice:
     if choice.kernel == "persistent":
         return choice if can_be_persistent(problem, limits) else grouped_heuristic(problem, limits)
-    return choice if can_have_roles(problem, limits) else without_roles(choice)
+    return choice if can_have_roles(problem, limits) else without_roles(choice, problem, limits)
 
 
 def _read(gpu: str, folders: Sequence[Traversable]) -> Entries:

@@ -36,6 +36,8 @@ FEW_ROWS_PAIR = {
     "down": 16,
 }  # hidden units or outputs of a warp's pair of tiles, see kernels.fragments
 FEW_ROWS_LARGEST_BLOCK_M = 32  # four columns of eight rows
+ROLES_BLOCK_M = 128
+WORDS_FEW_ROWS = 20  # a slot: so that hardly one has more than 32
 HOPPER_SHARED_BYTES = 232_448
 PERSISTENT_ROW_BYTES = 128  # of each row in a step of the persistent kernel
 PERSISTENT_SPARE_BYTES = 5 * 1024  # of shared memory, beside its buffers
@@ -49,7 +51,8 @@ class Tiles:
     block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
     kernel multiplies on the tensor cores. preload: K steps that the direct down kernel, and those for few rows, ask for
     ahead. tiles_n: column tiles a grouped program works on one after the other. roles: warps of a grouped
-    program load or multiply, see `kernels.hopper`. The two GEMMs of the persistent kernel share all but block_n.
+    program load or multiply, see `kernels.hopper` and, for int4, `kernels.hopper_words`. The two GEMMs of the persistent
+    kernel share all but block_n.
     """
 
     block_n: int
@@ -264,8 +267,9 @@ def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
         tiles = Tiles(64, 64, 4)
         return Choice("grouped", block_m, tiles, tiles)
     if limits.capability == (9, 0) and problem.dtype != torch.float32:
-        if block_m == 128 and can_have_roles(problem, limits):
-            return Choice("grouped", block_m, *roles_tiles(problem))
+        if can_have_roles(problem, limits) and (problem.format == "int4" or block_m == ROLES_BLOCK_M):
+            block_m = roles_block_m(problem)
+            return Choice("grouped", block_m, *roles_tiles(problem, block_m))
         return _hopper_heuristic(problem, block_m)
     block_k = grouped_block_k(problem)
     short_k = min(block_k, 64)
@@ -280,17 +284,32 @@ def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
 
 
 def can_have_roles(problem: Problem, limits: DeviceLimits) -> bool:
-    """Whether `kernels.hopper` can multiply: no biases, SwiGLU, and sizes that its tiles divide."""
+    """Whether `kernels.hopper` or, for int4, `kernels.hopper_words` can multiply: no biases, SwiGLU, and sizes that its tiles
+    divide."""
     shape, plain = problem.shape, not problem.shape.bias and problem.activation == "silu"
     known = problem.format in ("bf16", "fp16", "fp8") and problem.dtype != torch.float32
+    words = problem.format == "int4" and problem.group_size == 128 and problem.dtype == torch.bfloat16
     divides = shape.model_dim % 256 == 0 and shape.hidden_dim % 128 == 0
-    return limits.gluon and limits.capability == (9, 0) and plain and known and divides
+    return limits.gluon and limits.capability == (9, 0) and plain and (known or words) and divides
 
 
-def roles_tiles(problem: Problem) -> tuple[Tiles, Tiles]:
-    """For blocks of 128 rows: 256 rows of weights and 128 bytes of them a step, as many stages as fit."""
-    block_k = 128 if problem.format in FP8_FORMATS else 64
-    return Tiles(128, block_k, 4, 4, tma=True, roles=True), Tiles(256, block_k, 4, 4, tma=True, roles=True)
+def roles_block_m(problem: Problem) -> int:
+    """Rows a block: of int4, which reads as many as there are, what holds all rows of most slots."""
+    few = problem.format == "int4" and problem.rows_per_slot <= WORDS_FEW_ROWS
+    return min(32 if few else ROLES_BLOCK_M, largest_block_m(problem.num_tokens))
+
+
+def roles_tiles(problem: Problem, block_m: int = ROLES_BLOCK_M) -> tuple[Tiles, Tiles]:
+    """256 rows of weights, and as many stages as fit. A step is 128 bytes of a row, of int4 with large blocks 64."""
+    int4, few = problem.format == "int4", block_m <= 32
+    tiles = []
+    for size, block_n in ((problem.shape.model_dim, 128), (problem.shape.hidden_dim, 256)):
+        block_k = 128 if int4 or problem.format in FP8_FORMATS else 64
+        if int4 and few and size % 256 == 0:
+            block_k = 256
+        stages = 8 if int4 and few and block_k == 128 else 4
+        tiles.append(Tiles(block_n, block_k, 4, stages, 8 if int4 and not few else 1, tma=True, roles=True))
+    return tiles[0], tiles[1]
 
 
 def can_be_persistent(problem: Problem, limits: DeviceLimits) -> bool:
@@ -335,15 +354,6 @@ def persistent_programs(problem: Problem, choice: Choice) -> int:
         problem, choice.block_m, choice.gate_up.block_n // 64
     )
     return 2 if used + PERSISTENT_SPARE_BYTES <= HOPPER_SHARED_BYTES // 2 else 1
-
-
-def without_roles(choice: Choice) -> Choice:
-    """The same tiles for the kernels whose warps are all alike."""
-
-    def alike(tiles: Tiles) -> Tiles:
-        return replace(tiles, roles=False, num_warps=8) if tiles.roles else tiles
-
-    return replace(choice, gate_up=alike(choice.gate_up), down=alike(choice.down))
 
 
 def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:

@@ -10,7 +10,7 @@ import triton
 
 from minisgl.moe.base import ExpertShape, Problem
 from minisgl.moe.candidates import candidates, grouped_shared_bytes, neighbours
-from minisgl.moe.records import Records
+from minisgl.moe.records import Records, without_roles
 from minisgl.moe.select import (
     Choice,
     DeviceLimits,
@@ -18,7 +18,6 @@ from minisgl.moe.select import (
     has_gluon,
     roles_tiles,
     select,
-    without_roles,
 )
 
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232_448, 132, gluon=True)
@@ -37,7 +36,8 @@ def problem(format_name: str = "bf16", dims: tuple[int, int] = (2048, 768), **ch
 
 REFUSED = {
     "int8": problem("int8"),
-    "int4": problem("int4"),
+    "int4 in groups of 64": problem("int4", group_size=64),
+    "int4 and float16": problem("int4", dtype=torch.float16),
     "mxfp4": problem("mxfp4"),
     "block scales": problem("fp8_block"),
     "float32": problem("fp32", dtype=torch.float32),
@@ -66,6 +66,27 @@ def test_offered_on_hopper_for_blocks_of_128_rows(format_name):
         assert not offered(wanted, limits)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "block_m"), [(80, 32), (256, 32), (512, 128), (1024, 128), (4096, 128)]
+)
+def test_of_int4_offered_from_a_few_rows_a_slot_on(num_tokens, block_m):
+    wanted = problem("int4", num_tokens=num_tokens)
+    assert offered(wanted, H200)
+    assert select(wanted, H200).block_m == block_m
+    for limits in OTHERS.values():
+        assert not offered(wanted, limits)
+
+
+def test_a_record_of_int4_with_roles_gives_the_heuristic_s_tiles_elsewhere(tmp_path):
+    wanted = problem("int4")
+    choice = Choice("grouped", 128, *roles_tiles(wanted))
+    card = replace(H200, name="some card")
+    Records(tmp_path).add(wanted, card, choice, 1.0)
+    assert Records(tmp_path).lookup(wanted, card) == {4096: choice}
+    without = replace(card, gluon=False)
+    assert Records(tmp_path).lookup(wanted, without) == {4096: select(wanted, without)}
+
+
 @pytest.mark.parametrize("reason", REFUSED)
 def test_not_offered_where_they_can_t_multiply(reason):
     assert not can_have_roles(REFUSED[reason], H200)
@@ -90,7 +111,7 @@ def test_a_record_with_roles_gives_the_same_tiles_elsewhere(tmp_path):
     assert Records(tmp_path).lookup(wanted, card) == {4096: choice}
     plain = Records(tmp_path).lookup(wanted, replace(card, gluon=False))
     assert plain is not None
-    assert plain == {4096: without_roles(choice)}
+    assert plain == {4096: without_roles(choice, wanted, H200)}
     assert (plain[4096].gate_up.block_n, plain[4096].gate_up.num_warps) == (128, 8)
     assert not plain[4096].gate_up.roles
 

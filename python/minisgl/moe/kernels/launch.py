@@ -13,7 +13,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl.moe.base import Problem, Routing, RoutingRule, Slab
-from minisgl.moe.kernels import launch_hopper
+from minisgl.moe.kernels import launch_hopper, launch_hopper_words, launch_router
 from minisgl.moe.kernels.align import align_kernel, count_kernel, place_kernel
 from minisgl.moe.kernels.grouped import down_kernel, gate_up_kernel
 from minisgl.moe.kernels.reduce import reduce_kernel
@@ -167,6 +167,9 @@ def route(
     weights_TK = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits_TE.device)
     if num_tokens == 0:  # a grid of zero leaves a sticky error
         return Routing(ids_TK, weights_TK)
+    if has_dependent_launch(logits_TE.device) and launch_router.fits(logits_TE, rule, bias_E):
+        out, early = Routing(ids_TK, weights_TK), pdl_options(logits_TE.device)
+        return launch_router.route(logits_TE, rule, num_valid, out, early)
     rank = num_tokens <= RANK_MAX_TOKENS and num_experts <= RANK_MAX_EXPERTS
     router_kernel[(num_tokens,)](
         logits_TE,
@@ -209,8 +212,10 @@ def sum_units(problem: Problem, choice: Choice) -> SumUnits:
         return SumUnits(in_order=True)
     if problem.format != "int4" or choice.kernel != "grouped" or choice.block_m > SUM_MAX_BLOCK_M:
         return SumUnits()
+    if choice.gate_up.roles:  # they subtract from weights
+        return SumUnits()
     up_k, down_k = choice.gate_up.block_k, choice.down.block_k
-    exact = down_k <= group and shape.hidden_dim % down_k == 0
+    exact = down_k <= group and shape.hidden_dim % down_k == 0 and not choice.down.roles
     units = SumUnits(
         x=up_k if up_k <= group and shape.model_dim % up_k == 0 else 0,
         activated=min(choice.gate_up.block_n, 64) if exact else 0,
@@ -310,7 +315,8 @@ def gate_up(
     mode, units = row_mode(problem.format), sum_units(problem, choice)
     x_ready_TD = x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format)
     if tiles.roles:
-        launch_hopper.gate_up(x_ready_TD, slab, problem, tiles, num_routes, buffers, pdl_options(x_TD.device))
+        with_roles = launch_hopper_words if problem.format == "int4" else launch_hopper
+        with_roles.gate_up(x_ready_TD, slab, problem, choice, num_routes, buffers, pdl_options(x_TD.device))
         return
     args = weight_args(slab, "gate_up", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)
@@ -347,7 +353,8 @@ def down(
 ) -> None:
     tiles, shape = choice.down, problem.shape
     if tiles.roles:
-        launch_hopper.down(rows_RD, slab, problem, tiles, num_routes, buffers, pdl_options(rows_RD.device))
+        with_roles = launch_hopper_words if problem.format == "int4" else launch_hopper
+        with_roles.down(rows_RD, slab, problem, choice, num_routes, buffers, pdl_options(rows_RD.device))
         return
     args = weight_args(slab, "down", tiles)
     grid_m = max_blocks(num_routes, problem.num_slots, choice.block_m)

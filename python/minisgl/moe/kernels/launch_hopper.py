@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from minisgl.moe.base import Problem, Slab
-from minisgl.moe.select import Tiles, has_gluon
+from minisgl.moe.select import Choice, Tiles, has_gluon
 from minisgl.moe.workspace import FP8_FORMATS, Buffers, max_blocks
 
 if has_gluon():
@@ -24,7 +24,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
 @lru_cache
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """One a multiprocessor, since its buffers fill the shared memory; 1 where kernels are only compiled."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -58,14 +58,16 @@ def _check_numbers(problem: Problem, num_routes: int) -> None:
 
 
 def gate_up(
-    x_TD: torch.Tensor, slab: Slab, problem: Problem, tiles: Tiles, num_routes: int, buffers: Buffers, pdl: dict[str, bool]
+    x_TD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers,
+    pdl: dict[str, bool],
 ) -> None:  # fmt: skip
     """x_TD: rows made ready, fp8 codes for fp8. pdl: `launch.pdl_options`."""
+    tiles = choice.gate_up
     weights, scales = slab.parts["gate_up"], slab.parts.get("gate_up_scale")
     num_slots, rows, model_dim = weights.shape
     half = rows // 2
     _check_numbers(problem, num_routes)
-    gate_up_hopper_kernel[(_num_programs(x_TD.device),)](
+    gate_up_hopper_kernel[(num_programs(x_TD.device),)](
         x_TD,
         buffers.x_scale_T if scales is not None else x_TD,
         _descriptor(
@@ -88,14 +90,15 @@ def gate_up(
 
 
 def down(
-    rows_RD: torch.Tensor, slab: Slab, problem: Problem, tiles: Tiles, num_routes: int, buffers: Buffers,
+    rows_RD: torch.Tensor, slab: Slab, problem: Problem, choice: Choice, num_routes: int, buffers: Buffers,
     pdl: dict[str, bool],
 ) -> None:  # fmt: skip
+    tiles = choice.down
     weights, scales = slab.parts["down"], slab.parts.get("down_scale")
     num_slots, model_dim, hidden_dim = weights.shape
     activated = buffers.activated_PF if scales is None else buffers.activated_codes_PF
     _check_numbers(problem, num_routes)
-    down_hopper_kernel[(_num_programs(rows_RD.device),)](
+    down_hopper_kernel[(num_programs(rows_RD.device),)](
         _descriptor(activated, list(activated.shape), [hidden_dim], [ROWS, tiles.block_k]),
         rows_RD if scales is None else buffers.activated_scale_P,
         _descriptor(

@@ -1,0 +1,254 @@
+"""int4 weights as the operand that Hopper's tensor cores take from registers; what `hopper_words` multiplies with.
+
+Of an asynchronous product of a warp group, 64 x N x 16, only the first operand may come from registers, so the result is
+transposed: its rows are rows of weights, its N columns rows of x, which lie in shared memory as bf16. A weight is unpacked once
+for all rows of a block, in the thread that needs it, and never written anywhere.
+
+Unpacking moves nothing, because words are stored in the order of `formats.packing`. Loaded as 16-bit numbers (as a tile of bf16
+would be), a lane's register holds words 2 q and 2 q + 1 of a run of 32 columns, and its i-th nibbles are columns 8 i + 2 q and
+8 i + 2 q + 1: the pair that lane q has to have of every eight columns. So a register gives four of the operand's, for the run's
+columns in their own order, and x is used as it is.
+
+A consumer (a group of four warps) has PART rows of weights. Its products are in flight only within a step: registers that a
+product reads mustn't change until it is waited for, and ptxas waits after each one when some are in flight where a loop begins
+anew (it says so: "wgmma.mma_async instructions are serialized"). The other consumer fills the gap.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from minisgl.moe.kernels.roles import next_place
+
+PART = gl.constexpr(128)  # rows of weights of a consumer: two products
+COLUMNS = gl.constexpr(64)  # of x in a tile of shared memory, which then has rows of 128 bytes
+
+
+@gluon.constexpr_function
+def acc_layout(n):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(n):
+    return gl.DotOperandLayout(0, acc_layout(n), 2)
+
+
+@gluon.constexpr_function
+def word_layout(words):
+    """[PART, words]: the bits of a row are, from the lowest, its place among eight (lanes), whether it is the second eight of
+    16 (a register), which of the two products it belongs to (a register), and its warp."""
+    runs = [[0, 8 << i] for i in range((words // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], *runs, [16, 0]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[32, 0], [64, 0]],
+        [],
+        [128, words],
+    )
+
+
+@gluon.constexpr_function
+def store_layout(outputs, n):
+    """[outputs, n]: a warp keeps the neighbouring outputs it has as a result, a thread eight of them."""
+    lanes = [[8 << i, 0] for i in range((outputs // 32).bit_length() - 1)]
+    rows = 5 - len(lanes)
+    lanes = lanes + [[0, 1 << i if 1 << i < n else 0] for i in range(rows)]
+    more = [[0, 1 << i] for i in range(rows, n.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], *more],
+        lanes,
+        [[outputs // 4, 0], [outputs // 2, 0]],
+        [],
+        [outputs, n],
+    )
+
+
+@gluon.constexpr_function
+def largest_power(n):
+    return 1 << (int(n).bit_length() - 1)
+
+
+@gluon.constexpr_function
+def _unpack_asm(scaled):
+    """Four outputs. $4: two words, $5: -(128 + zero) twice, $6: the scale twice."""
+    lines = ["{", ".reg .b32 t, one, nz;", "mov.b32 one, 0x3F803F80;", "mov.b32 nz, 0x80008000;"]
+    for i in range(4):
+        lines += [f"shr.u32 t, $4, {4 * i};"] if i else []
+        lines += [f"lop3.b32 ${i}, {'t' if i else '$4'}, 0x000F000F, 0x43004300, 0xEA;"]
+    lines += [f"fma.rn.bf16x2 ${i}, ${i}, one, $5;" for i in range(4)]
+    lines += [f"fma.rn.bf16x2 ${i}, ${i}, $6, nz;" for i in range(4)] if scaled else []
+    return "\n".join([*lines, "}"])
+
+
+@gluon.jit
+def _unpack(words, offset, scale, N: gl.constexpr, SCALED: gl.constexpr):
+    """Words [PART, 16], offset and scale bf16 [PART] -> code - zero (SCALED: times scale) [PART, 64], as an operand."""
+    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    offset = gl.broadcast(offset.expand_dims(1), words)[0]
+    if SCALED:
+        scale = gl.broadcast(scale.expand_dims(1), words)[0]
+        a, b, c, d = gl.inline_asm_elementwise(
+            _unpack_asm(True), "=&r,=&r,=&r,=&r,r,r,r", [words, offset, scale], types, True, 2
+        )
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            _unpack_asm(False), "=&r,=&r,=&r,=&r,r,r", [words, offset], types, True, 2
+        )
+    nibbles = gl.join(gl.join(a, b), gl.join(c, d))  # low and high bit of the nibble last
+    rows = nibbles.reshape([4, 2, 16, 2, 8, 2, 2]).permute([1, 0, 2, 3, 6, 5, 4])
+    return gl.convert_layout(rows.reshape([PART, 64]), operand_layout(N))
+
+
+@gluon.jit
+def _in_runs(words, COUNT: gl.constexpr):
+    """[PART, 16 COUNT] as a tuple of [PART, 16]."""
+    if COUNT == 1:
+        return (words,)
+    else:
+        a, b = words.reshape([PART, 2, 8 * COUNT]).permute([0, 2, 1]).split()
+        return _in_runs(a, COUNT // 2) + _in_runs(b, COUNT // 2)
+
+
+@gluon.jit
+def load_words(words, c: gl.constexpr):
+    """A consumer's words of a stage: int16 [PART, BLOCK_K / 4]."""
+    WIDTH: gl.constexpr = words.shape[-1]
+    return words.reshape([2 * PART, WIDTH]).slice(c * PART, PART, dim=0).load(word_layout(WIDTH))
+
+
+@gluon.jit
+def all_params(
+    pipe, stage, c: gl.constexpr, step, layout: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr
+):  # fmt: skip
+    """Scales (float32) and offsets -(128 + zero) (bf16) of a consumer's rows, [PART] for each of a step's GROUPS."""
+    _rows, _words, scales, zeros, _full, _empty = pipe
+    found, offsets = (), ()
+    for g in gl.static_range(GROUPS):
+        at = stage * GROUPS + g
+        found = found + (scales.index(at).slice(c * PART, PART, dim=0).load(layout),)  # noqa: RUF005
+        offset = gl.full([PART], -136.0, gl.bfloat16, layout)
+        if (
+            zeros.dtype == gl.int32
+        ):  # four bytes, one of which is this row's: rows of STEPS x GROUPS, the first at a whole word
+            word = zeros.index(at).slice(c * PART, PART, dim=0).load(layout)
+            byte = (gl.arange(0, PART, layout) * (STEPS * GROUPS) + step * GROUPS + g) % 4
+            offset = (-128.0 - (word >> byte * 8 & 0xFF).to(gl.float32)).to(gl.bfloat16)
+        offsets = offsets + (offset,)  # noqa: RUF005
+    return found, offsets
+
+
+@gluon.jit
+def _columns_of(x, first: gl.constexpr, count: gl.constexpr):
+    """Rows of x [.., 64] as columns of a product."""
+    return x.slice(first, count, dim=0).permute([1, 0])
+
+
+@gluon.jit
+def multiply_scaled(
+    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """Weights with their scales times N rows of x: results [PART, ..], one or two (sizes are powers of two), then where
+    the ring stands."""
+    rows, words, _scales, _zeros, full, empty = pipe
+    TILES: gl.constexpr = BLOCK_K // COLUMNS
+    GROUPS: gl.constexpr = BLOCK_K // 128
+    N0: gl.constexpr = largest_power(N)
+    N1: gl.constexpr = N - N0
+    acc0 = gl.zeros([PART, N0], gl.float32, acc_layout(N0))
+    if N1 > 0:
+        acc1 = gl.zeros([PART, N1], gl.float32, acc_layout(N1))
+    for step in range(STEPS):
+        mbarrier.wait(full.index(stage), phase)
+        fence_async_shared()
+        runs = _in_runs(load_words(words.index(stage), c), TILES)
+        scales, offsets = all_params(
+            pipe, stage, c, step, gl.SliceLayout(1, runs[0].type.layout), STEPS, GROUPS
+        )
+        for t in gl.static_range(TILES):
+            operand = _unpack(runs[t], offsets[t // 2], scales[t // 2].to(gl.bfloat16), N0, True)
+            x = rows.index(stage * TILES + t)
+            flying = warpgroup_mma(operand, _columns_of(x, 0, N0), acc0, is_async=True)
+            if N1 > 0:
+                again = gl.convert_layout(operand, operand_layout(N1))
+                more = warpgroup_mma(again, _columns_of(x, N0, N1), acc1, is_async=True)
+                acc0, acc1 = warpgroup_mma_wait(2 if t + 1 < TILES else 0, [flying, more])
+            else:
+                acc0 = warpgroup_mma_wait(1 if t + 1 < TILES else 0, [flying])
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_place(stage, phase, full.shape[0])
+    if N1 > 0:
+        return (acc0, acc1), stage, phase
+    else:
+        return (acc0,), stage, phase
+
+
+@gluon.jit
+def multiply_codes(
+    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """As `multiply_scaled`, for few rows (a power of two): scales are applied to the product of each group, which takes
+    fewer instructions than applying them to weights."""
+    rows, words, _scales, _zeros, full, empty = pipe
+    TILES: gl.constexpr = BLOCK_K // COLUMNS
+    GROUPS: gl.constexpr = BLOCK_K // 128
+    out: gl.constexpr = acc_layout(N)
+    acc = gl.zeros([PART, N], gl.float32, out)
+    nothing = gl.zeros([PART, N], gl.float32, out)
+    for step in range(STEPS):
+        mbarrier.wait(full.index(stage), phase)
+        fence_async_shared()
+        runs = _in_runs(load_words(words.index(stage), c), TILES)
+        scales, offsets = all_params(
+            pipe, stage, c, step, gl.SliceLayout(1, runs[0].type.layout), STEPS, GROUPS
+        )
+        for g in gl.static_range(GROUPS):
+            by_product = scales[g].reshape([4, 2, 16]).permute([1, 0, 2]).reshape([PART])
+            factor = gl.convert_layout(by_product, gl.SliceLayout(1, out)).expand_dims(1)
+            x = _columns_of(rows.index(stage * TILES + 2 * g), 0, N)
+            dot = warpgroup_mma(
+                _unpack(runs[2 * g], offsets[g], scales[g], N, False),
+                x,
+                nothing,
+                use_acc=False,
+                is_async=True,
+            )
+            x = _columns_of(rows.index(stage * TILES + 2 * g + 1), 0, N)
+            dot = warpgroup_mma(
+                _unpack(runs[2 * g + 1], offsets[g], scales[g], N, False), x, dot, is_async=True
+            )
+            acc += warpgroup_mma_wait(0, [dot]) * factor
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = next_place(stage, phase, full.shape[0])
+    return (acc,), stage, phase
+
+
+@gluon.jit
+def multiply(
+    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr,
+    LATE: gl.constexpr,
+):  # fmt: skip
+    if LATE:
+        return multiply_codes(pipe, stage, phase, c, N, STEPS, BLOCK_K)
+    else:
+        return multiply_scaled(pipe, stage, phase, c, N, STEPS, BLOCK_K)
+
+
+@gluon.jit
+def halves(acc):
+    """A result's halves [PART / 2, N]: of each 16 rows of weights the first eight, and the second."""
+    N: gl.constexpr = acc.shape[1]
+    first, second = acc.reshape([2, 4, 2, 8, N]).permute([1, 0, 3, 4, 2]).split()
+    return first.reshape([PART // 2, N]), second.reshape([PART // 2, N])
+
+
+@gluon.jit
+def in_order(acc):
+    """A result with its rows as weights have them."""
+    N: gl.constexpr = acc.shape[1]
+    return acc.reshape([2, 4, 16, N]).permute([1, 0, 2, 3]).reshape([PART, N])

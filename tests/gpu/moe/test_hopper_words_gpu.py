@@ -1,0 +1,141 @@
+"""int4 grouped GEMMs whose warps have roles (kernels.hopper_words): right at every fill of a block, the same bits however
+routes come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl.moe.base import Placement, RoutingRule
+from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.select import Choice, DeviceLimits, can_have_roles, roles_tiles
+from tests.gpu.moe.test_hopper_gpu import (  # noqa: F401 (a fixture that skips)
+    _needs_hopper_and_its_gluon,
+    cuda_case,
+    expected,
+    filled_case,
+)
+from tests.interpret.moe.steps import Stored, run_step, store
+from tests.moe_oracle import MoeCase, relative_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+BLOCKS = [16, 32, 64, 128]
+DIMS = [(256, 128), (512, 384), (2048, 768)]  # the last two differ in how many groups a step has
+
+
+def with_words(stored: Stored, case: MoeCase, block_m: int, **options: int) -> FusedMoeBackend:
+    problem = stored.problem(case)
+    assert can_have_roles(problem, DeviceLimits.of(case.x.device))
+    tiles = [replace(tiles, **options) for tiles in roles_tiles(problem, block_m)]
+    return FusedMoeBackend(
+        records=lambda problem, limits: {problem.num_tokens: Choice("grouped", block_m, *tiles)}
+    )
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("block_m", BLOCKS)
+def test_every_fill_of_a_block_agrees_with_the_definition(block_m, dims, symmetric):
+    case = filled_case(dims, torch.bfloat16)
+    stored = store(case, "int4", symmetric=symmetric, device="cuda")
+    backend = with_words(stored, case, block_m)
+    run_step(backend, case, stored)
+    backend.workspace(case.x.device).poison(0xFF)
+    y = run_step(backend, case, stored)
+    assert relative_error(y, expected(case, stored)) < stored.tolerance
+    assert backend.workspace(case.x.device).claim(stored.problem(case)).tile_counters.tolist() == [0, 0]
+    assert not y[(case.ids < 0).all(1)].any()
+
+
+@pytest.mark.parametrize("group_m", [1, 8])
+def test_the_order_of_tiles_changes_no_bit(group_m):
+    case = filled_case((512, 384), torch.bfloat16)
+    stored = store(case, "int4", device="cuda")
+    first = run_step(with_words(stored, case, 128, group_m=4), case, stored)
+    assert torch.equal(run_step(with_words(stored, case, 128, group_m=group_m), case, stored), first)
+
+
+@pytest.mark.parametrize("block_m", [32, 128])
+def test_waves_give_the_bits_of_one_wave(block_m):
+    case = filled_case((512, 384), torch.bfloat16)
+    stored = store(case, "int4", device="cuda")
+    backend = with_words(stored, case, block_m)
+    resident = run_step(backend, case, stored)
+    for waves in (1, 2, 3):
+        assert torch.equal(run_step(backend, case, stored, waves=waves), resident)
+
+
+@pytest.mark.parametrize("block_m", BLOCKS)
+def test_many_repeats_are_bitwise_equal(block_m):
+    case = cuda_case(1500, 4, 16, (512, 768), torch.bfloat16, seed=3)
+    stored = store(case, "int4", device="cuda")
+    backend = with_words(stored, case, block_m)
+    first = run_step(backend, case, stored)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(300):
+        different += (run_step(backend, case, stored) != first).any()
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("block_m", [32, 128])
+def test_replays_with_changing_routes_equal_eager_runs(block_m):
+    case = cuda_case(300, 4, 8, (512, 384), torch.bfloat16, seed=4)
+    stored = store(case, "int4", device="cuda")
+    backend = with_words(stored, case, block_m)
+    logits = torch.randn(300, 8, device="cuda")
+
+    def layer() -> torch.Tensor:
+        routing = backend.route(logits, RoutingRule(4))
+        step = backend.begin(case.x, routing, stored.problem(case))
+        step.run(Placement(stored.slab, routing.ids_TK))
+        return step.finish()
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer()
+    for skew in range(50):
+        case.x.normal_()
+        logits.normal_()[:, skew % 8] += skew / 10
+        graph.replay()
+        replayed = y.clone()
+        assert torch.equal(replayed, layer())
+
+
+@pytest.mark.parametrize("block_m", [32, 128])
+def test_a_row_of_nan_stays_alone(block_m):
+    case = filled_case((512, 384), torch.bfloat16)
+    case.x[7] = float("nan")
+    case.ids[7] = torch.tensor([1, 3, 6, 11], dtype=torch.int32)
+    stored = store(case, "int4", device="cuda")
+    y = run_step(with_words(stored, case, block_m), case, stored)
+    assert y[7].isnan().all()
+    assert y[torch.arange(500, device="cuda") != 7].isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [40, 300, 4096])
+def test_got_without_a_record(num_tokens):
+    case = cuda_case(num_tokens, 2, 8, (256, 128), torch.bfloat16, seed=5)
+    stored = store(case, "int4", device="cuda")
+    backend = FusedMoeBackend(records=lambda problem, limits: None)
+    choice = backend.choose(stored.problem(case), case.x.device)
+    assert choice.gate_up.roles
+    assert choice.down.roles
+    assert relative_error(run_step(backend, case, stored), expected(case, stored)) < stored.tolerance
+
+
+def test_a_gemm_of_each_kind_fit_together():
+    """Tiles of the two GEMMs are chosen apart."""
+    case = filled_case((512, 384), torch.bfloat16)
+    stored = store(case, "int4", device="cuda")
+    problem = stored.problem(case)
+    roles = roles_tiles(problem, 16)
+    plain = [replace(tiles, block_k=128, num_warps=4, num_stages=3, roles=False) for tiles in roles]
+    for tiles in ((roles[0], plain[1]), (plain[0], roles[1])):
+        choice = Choice("grouped", 16, *tiles)
+        backend = FusedMoeBackend(records=lambda problem, limits, choice=choice: {problem.num_tokens: choice})
+        assert relative_error(run_step(backend, case, stored), expected(case, stored)) < stored.tolerance
