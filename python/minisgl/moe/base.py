@@ -151,16 +151,16 @@ class Slab:
 class Arrival:
     """How a kernel sees what has come of the records that are on their way into a placement's slots.
 
-    turns_TK: int32, in which turn the record of a route's slot is copied, -1: it is complete. arrived_S1: int32, chunks that
-    have come: [1 + turn] of gate_up's parts of a record, [0] of down's parts of all. num_records: int32 [1], how many are on
-    their way. chunks: how many gate_up's parts and down's parts of a record have. The copy was launched directly before what
-    is launched next, which may begin when all of the copy's programs run.
+    told_3M: int32, words that say what a route needs, once that is known (`kernels.told`). arrived_S1: int32, chunks that have
+    come: [1 + turn] of gate_up's parts of the record that is copied in that turn, [0] of down's parts of all, and one for each
+    program that plans or copies and has ended. chunks: how many gate_up's parts and down's parts of a record have. programs:
+    how many of those there are. They were launched directly before what is launched next, which may begin when all of them run.
     """
 
-    turns_TK: torch.Tensor
+    told_3M: torch.Tensor
     arrived_S1: torch.Tensor
-    num_records: torch.Tensor
     chunks: tuple[int, int]
+    programs: int
 
 
 def _complete() -> None:

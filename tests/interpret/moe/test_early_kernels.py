@@ -12,7 +12,7 @@ from minisgl.moe.store import early as early_module
 from minisgl.moe.store.device_plan import EARLY_WORDS, DevicePlan
 from minisgl.moe.store.early import IN_FLIGHT, EarlySlots, num_early_slots
 from minisgl.moe.store.planning import EMPTY, SlotTable, place_step
-from tests.interpret.moe.test_place_kernel import counted, random_ids
+from tests.interpret.moe.test_place_kernel import check_told, counted, random_ids
 
 CHUNKS = 3
 WORDS = CHUNKS * EARLY_WORDS - 96  # the last chunk is not whole
@@ -66,6 +66,25 @@ class Pair:
         if not first_only:
             self._check()
 
+    def step_jointly(self, ids_TK: torch.Tensor, cut: int) -> None:
+        """As `step`, planned for kernels that wait."""
+        self.now += 1
+        (wave,) = place_step(self.table, counted(ids_TK), self.now)
+        place_step(self.plain, counted(ids_TK), self.now)
+        places_TK, turns_TK = self.plan.place_jointly(ids_TK, ahead=True)
+        _, left = self.early.take(wave.loads)
+        assert self._fetches() == [(f.expert, f.place, f.chunks) for f in left]
+        check_told(self.plan, ids_TK, places_TK, turns_TK)
+        turn_of = {f.expert: turn for turn, f in enumerate(left)}
+        chunks, programs = self.plan.fetch_in_turn(self.records_EB, self.slab_SB, cut)
+        arrived = [len(left) * chunks[1] + programs, *[chunks[0]] * len(left)]
+        assert self.plan.arrived_S1.tolist()[: len(arrived)] == arrived
+        for expert, place, turn in zip(*(t.flatten().tolist() for t in (ids_TK, places_TK, turns_TK))):
+            assert turn == turn_of.get(expert, -1)
+            assert (place >= 0) == (expert >= 0)
+            assert expert < 0 or torch.equal(self.slab_SB[place], self.records_EB[expert])
+        self._check()
+
     def _fetches(self) -> list[tuple[int, int, int]]:
         plan, count = self.plan, int(self.plan.num_fetch)
         columns = (plan.fetch_experts_S, plan.fetch_slots_S, plan.fetch_chunks_S)
@@ -104,7 +123,10 @@ def test_equal_to_the_definition_after_any_history(data: st.DataObject) -> None:
         guess_TK = ids_TK if kind == "right" else random_ids(num_experts, num_tokens, top_k, padding)
         if kind != "none":
             pair.guess(guess_TK, data.draw(st.integers(0, 2 * CHUNKS), "chunks that come"))
-        pair.step(ids_TK)
+        if pair.plan.joins(*ids_TK.shape) and data.draw(st.booleans(), "jointly"):
+            pair.step_jointly(ids_TK, cut=8 * 32 * data.draw(st.integers(1, WORDS // 32 - 1), "cut"))
+        else:
+            pair.step(ids_TK)
 
 
 def test_a_right_guess_saves_what_has_come() -> None:
@@ -152,8 +174,8 @@ def test_a_chunk_that_lands_late_harms_nobody() -> None:
 def test_guesses_that_do_not_pay_end(monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
     monkeypatch.setattr(early_module, "WINDOW", 3)
     monkeypatch.setattr(device_plan_module, "WINDOW", 3)
-    monkeypatch.setattr(early_module, "IN_FLIGHT", 2)
-    monkeypatch.setattr(device_plan_module, "IN_FLIGHT", 2)
+    monkeypatch.setattr(early_module, "IN_FLIGHT", 1)
+    monkeypatch.setattr(device_plan_module, "IN_FLIGHT", 1)
     pair = Pair(num_experts=16, num_slots=2)
     for now in range(5):
         routed, other = ([[now, now + 1]], [[now + 8, now + 9]])

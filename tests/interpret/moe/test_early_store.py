@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from minisgl.layers.moe import MoELayer, Router
 from minisgl.moe.base import ExpertShape, Routing, RoutingRule
 from minisgl.moe.formats import get_format
+from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.select import Choice, Tiles
 from minisgl.moe.store import CacheCounters, ResidentStore
 from minisgl.moe.store.device_cache import DeviceStore
 from minisgl.moe.store.device_plan import CHUNK_BYTES
@@ -29,8 +31,8 @@ SHAPE = ExpertShape(D, F)
 class Interrupted(Serial):
     """A link that is idle for `most` chunks of a layer's list only."""
 
-    def __init__(self) -> None:
-        super().__init__(prefetches=True)
+    def __init__(self, in_turn: bool = False) -> None:
+        super().__init__(prefetches=True, in_turn=in_turn)
         self.most = 0
 
     def follow(self, prepare: Callable[[], None], fetch: Callable[[], None]) -> None:
@@ -107,6 +109,40 @@ def test_a_cache_holds_what_it_would_hold_without_guesses() -> None:
         "every record came whole, in time or in vain"
     )
     assert two.early_bytes % whole == 0
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_kernels_that_wait_for_what_did_not_come_early(name: str) -> None:
+    """Records of several chunks, of which any number came early; and steps that the other kernels plan in between."""
+    shape, num_experts, top_k = ExpertShape(128, 32), 8, 3
+    weight_format, link = get_format(name, torch.float16, group_size=32), Interrupted(in_turn=True)
+    words = Choice("direct", 1, Tiles(16, 128, 1), Tiles(64, 32, 1))
+    backend = FusedMoeBackend(records=lambda problem, limits: {1: words, 2: words})
+    router = Router(num_experts, shape.model_dim, RoutingRule(top_k), dtype=torch.float16)
+    router.weight.normal_()
+    make_transient = partial(TransientSlots, num_slots=2, copies=LateCopies)
+    resident, cached = [], []
+    for index in range(2):
+        host = HostMemory().allocate(num_experts, weight_format.bytes_per_expert(shape))
+        store = DeviceStore(host, shape, weight_format, 6, top_k, "cpu", make_transient, link)
+        store.slab.records_SB.fill_(0xFF)
+        store.fill_random(seed=index, std=0.1)
+        twin = ResidentStore(num_experts, shape, weight_format, "cpu")
+        twin.records_EB.copy_(store.records_EB)
+        resident.append(MoELayer(router, twin, backend))
+        cached.append(MoELayer(router, store, backend))
+        if index:
+            cached[-2].store.following = store
+            cached[-2].guess_with(cached[-1])
+    in_turn = 0
+    for num_tokens, most in ((1, 2), (2, 3), (1, 5), (5, 4), (1, 0), (2, 1), (1, 100)):
+        link.most = most
+        x_TD = torch.randn(num_tokens, shape.model_dim, dtype=torch.float16)
+        valid = torch.tensor([num_tokens], dtype=torch.int32)
+        assert torch.equal(forward(cached, x_TD, valid), forward(resident, x_TD, valid))
+        in_turn += bool(cached[0].store.plan.told_3M.any())
+    counters = total(cached)
+    assert in_turn and 0 < counters.useful_bytes <= counters.early_bytes
 
 
 def test_more_tokens_than_guesses_are_for() -> None:

@@ -85,7 +85,26 @@ def check_joint_step(plan: DevicePlan, table: SlotTable, ids_TK: torch.Tensor, n
     assert slots_TK.flatten().tolist() == expected
     assert turns_TK.flatten().tolist() == [turn_of.get(expert, -1) for expert in ids_TK.flatten().tolist()]
     assert plan.expert_of_S.tolist() == table.expert_of_S
-    assert not plan.arrived_S1.any()
+    assert plan.arrived_S1.tolist() == [1, *[0] * len(table.expert_of_S)], (
+        "the program that planned has ended"
+    )
+    check_told(plan, ids_TK, slots_TK, turns_TK)
+
+
+def check_told(
+    plan: DevicePlan, ids_TK: torch.Tensor, places_TK: torch.Tensor, turns_TK: torch.Tensor
+) -> None:
+    """What the kernels behind the place kernel are told is what it writes down, as `kernels.told` says."""
+    count, (routes, fetches, parts) = int(plan.num_fetch), plan.told_3M.tolist()
+    rows = zip(*(t.flatten().tolist() for t in (ids_TK, places_TK, turns_TK)))
+    expected = [
+        place + 1 + (turn + 1) * 256 + count * 65536 if e >= 0 else -1 - count for e, place, turn in rows
+    ]
+    assert routes == expected + [0] * (len(routes) - len(expected))
+    expected = [expert + 1 + place * 2**14 + count * 2**24 for expert, place in fetched(plan)] or [-1]
+    assert fetches == expected + [0] * (len(fetches) - len(expected))
+    chunks = [n + 1 for n in plan.fetch_chunks_S[:count].tolist()] if plan.early.num_early else []
+    assert parts == chunks + [0] * (len(parts) - len(chunks))
 
 
 @settings(max_examples=20, deadline=None)
@@ -110,11 +129,11 @@ def test_fetches_in_turn_are_counted() -> None:
     slab_SB = torch.full((4, records_EB.shape[1]), 0xFF, dtype=torch.uint8)
     for ids, turns in (([5, 2, -1], [1, 0, -1]), ([2, 3, 5], [-1, 0, -1])):
         slots_TK, turns_TK = plan.place_jointly(torch.tensor([ids], dtype=torch.int32), ahead=False)
-        chunks = plan.fetch_in_turn(records_EB, slab_SB, cut)
-        assert chunks == (3, 2)
+        chunks, programs = plan.fetch_in_turn(records_EB, slab_SB, cut)
+        assert (chunks, programs) == ((3, 2), 17)
         assert turns_TK.tolist() == [turns]
         count = 1 + max(turns)
-        assert plan.arrived_S1.tolist()[: 1 + count] == [count * chunks[1]] + [chunks[0]] * count
+        assert plan.arrived_S1.tolist()[: 1 + count] == [count * chunks[1] + programs] + [chunks[0]] * count
         for expert, slot in zip(ids, slots_TK[0].tolist()):
             assert expert < 0 or torch.equal(slab_SB[slot], records_EB[expert])
 

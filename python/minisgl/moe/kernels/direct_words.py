@@ -19,7 +19,18 @@ from minisgl.moe.kernels.fetch import await_chunks
 from minisgl.moe.kernels.product import activated
 from minisgl.moe.kernels.reduce import add_up, load_route_weights
 from minisgl.moe.kernels.tiles import load_once
-from minisgl.moe.kernels.words import dot_two, load_even, load_x, per_word, prepared
+from minisgl.moe.kernels.told import await_word, place_of_route, records_on_their_way, turn_of_route
+from minisgl.moe.kernels.words import (
+    by_group,
+    dot_two,
+    load_even,
+    load_row_scales,
+    load_x,
+    per_word,
+    prepared,
+    row_parameters,
+    within,
+)
 
 
 @triton.jit
@@ -47,15 +58,6 @@ def row_pointers(
 
 
 @triton.jit
-def _inside(here, i: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr):
-    """here, and columns i * WIDTH .. before LAST, unless all of them are."""
-    inside = here
-    if (i + 1) * WIDTH > LAST:
-        inside = here & (i * WIDTH + tl.arange(0, WIDTH)[None, None, :] < LAST)
-    return inside
-
-
-@triton.jit
 def _load_words(
     rows,
     here,
@@ -68,7 +70,7 @@ def _load_words(
     """Words of step i of two tiles. rows: see `row_pointers`; here: bool [experts, 1, 1], ignored if ALL."""
     WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
     EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
-    inside = _inside(here, i, WORDS, K // per_word(FORMAT))
+    inside = within(here, i, WORDS, K // per_word(FORMAT))
     word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
     return load_once(rows[0] + word, inside, EVEN), load_once(rows[1] + word, inside, EVEN)
 
@@ -84,7 +86,7 @@ def _load_params(
     else:
         GROUPS: tl.constexpr = BLOCK_K // GROUP
         EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
-        inside = _inside(here, i, GROUPS, (K + GROUP - 1) // GROUP)
+        inside = within(here, i, GROUPS, (K + GROUP - 1) // GROUP)
         g = i * GROUPS + tl.arange(0, GROUPS)[None, None, :]
         scale_a, scale_b = load_even(rows[2] + g, inside, EVEN), load_even(rows[3] + g, inside, EVEN)
         if HAS_ZERO:
@@ -102,6 +104,19 @@ def load_words(
     steps = ()  # tuples grow by +: Triton has no (*a, b)
     for i in tl.static_range(COUNT):
         steps = steps + (_load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL),)  # noqa: RUF005
+    return steps
+
+
+@triton.jit
+def load_late(words, rows, late, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
+    """The steps of `words`, with the rows `late`, bool [experts, 1, 1], loaded now."""
+    WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
+    steps = ()
+    for i in tl.static_range(len(words)):
+        inside = within(late, i, WORDS, K // per_word(FORMAT))
+        word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
+        a = tl.load(rows[0] + word, mask=inside, other=words[i][0])
+        steps = steps + ((a, tl.load(rows[1] + word, mask=inside, other=words[i][1])),)  # noqa: RUF005
     return steps
 
 
@@ -134,16 +149,9 @@ def _load_x_step(
     FOURS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
-    inside = _inside(here, i, WORDS, K // per_word(FORMAT))
+    inside = within(here, i, WORDS, K // per_word(FORMAT))
     word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
     return load_x(x, x_row, word, inside, K, FORMAT, ALL and K % BLOCK_K == 0, FOURS, ASM)
-
-
-@triton.jit
-def _by_group(tile, GROUPS: tl.constexpr):
-    """[experts, rows, words] summed by group: [experts, rows, GROUPS]."""
-    WORDS: tl.constexpr = tile.shape[2] // GROUPS
-    return tl.sum(tile.reshape(tile.shape[0], tile.shape[1], GROUPS, WORDS), 3)
 
 
 @triton.jit
@@ -154,9 +162,9 @@ def _add_step(
     x, sums = prepared(x, FORMAT, FOURS, ASM)
     dot_a, dot_b = dot_two(words[0], words[1], x, sums, FORMAT, FOURS, ASM)
     if GROUPS > 0:
-        dot_a, dot_b = _by_group(dot_a, GROUPS), _by_group(dot_b, GROUPS)
+        dot_a, dot_b = by_group(dot_a, GROUPS), by_group(dot_b, GROUPS)
         if FORMAT == "int4":
-            sums = _by_group(sums, GROUPS)
+            sums = by_group(sums, GROUPS)
             dot_a -= (128.0 + params[2]) * sums
             dot_b -= (128.0 + params[3]) * sums
         dot_a *= params[0]
@@ -206,17 +214,6 @@ def _store_activated(
 
 
 @triton.jit
-def row_parameters(scales, bias, row_a, row_b, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Scales of whole rows, and biases, of one slot: a tuple of four."""
-    scale_a, scale_b, bias_a, bias_b = 0.0, 0.0, 0.0, 0.0
-    if (FORMAT == "int8") or (FORMAT == "fp8"):
-        scale_a, scale_b = tl.load(scales + row_a), tl.load(scales + row_b)
-    if HAS_BIAS:
-        bias_a, bias_b = tl.load(bias + row_a).to(tl.float32), tl.load(bias + row_b).to(tl.float32)
-    return scale_a, scale_b, bias_a, bias_b
-
-
-@triton.jit
 def words_gate_up_kernel(
     x_TD,
     weights,  # int32 words
@@ -224,8 +221,7 @@ def words_gate_up_kernel(
     zeros,
     bias,
     activated_RF,  # out
-    slots_R,
-    turns_R,  # with CHUNKS, as the next one: see `base.Arrival`
+    slots_R,  # with CHUNKS told_3M, and as the next one: see `base.Arrival`
     arrived_S1,
     served_R,  # out int8 [R]
     stride_s,
@@ -253,13 +249,18 @@ def words_gate_up_kernel(
     route, pid_n = tl.program_id(0), tl.program_id(1)
     n, here = pid_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.full((1, 1, 1), True, tl.int1)
     gate_n = tl.minimum(n, F - 1)
-    wait_for_previous(PDL and CHUNKS == 0)  # not for the copy, which began when all before it had ended
-    start_next(PDL)
-    if CHUNKS > 0:
-        turn = tl.load(turns_R + route)
+    if (
+        CHUNKS > 0
+    ):  # not for the kernels ahead, plan and copy: when they began, all before the router had ended
+        word = await_word(slots_R + route, True)
+        start_next(PDL)
+        slot, turn = place_of_route(word), turn_of_route(word)
         if turn >= 0:
             await_chunks(arrived_S1 + 1 + turn, CHUNKS, 1000 if PDL else 0)
-    slot = tl.load(slots_R + route)
+    else:
+        wait_for_previous(PDL)
+        start_next(PDL)
+        slot = tl.load(slots_R + route)
     row = gate_n[None, :, None]
     held = tl.maximum(slot, 0).to(tl.int64)
     strides = (stride_s, stride_scale_s, stride_zero_s, stride_scale_n)
@@ -311,8 +312,7 @@ def words_down_kernel(
     zeros,
     bias,
     out,  # y_TD if SUM, else rows_RD float32
-    slots_R,
-    num_records,  # with CHUNKS, as the next one: see `base.Arrival`
+    slots_R,  # with CHUNKS told_3M, and as the next one: see `base.Arrival`
     arrived_S1,
     weights_R,  # float32
     stride_s,
@@ -330,6 +330,7 @@ def words_down_kernel(
     HAS_BIAS: tl.constexpr,
     SUM: tl.constexpr,
     CHUNKS: tl.constexpr,  # that a record on its way has of down's parts; 0: all records are complete
+    PROGRAMS: tl.constexpr,  # that are counted, too
     BLOCK_N: tl.constexpr,  # at least 2
     BLOCK_K: tl.constexpr,
     PRELOAD: tl.constexpr,
@@ -342,10 +343,13 @@ def words_down_kernel(
     t, pid_n = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, CHOICES)
     route = t * TOP_K + k
-    if CHUNKS > 0:
-        await_chunks(arrived_S1, tl.load(num_records) * CHUNKS, 250 if PDL else 0)
     # Slots and weights were written two launches ago: only activated_RF needs the wait.
-    slot = tl.load(slots_R + route, mask=k < TOP_K, other=-1).to(tl.int64)
+    if CHUNKS > 0:
+        told = tl.load(slots_R + route, mask=k < TOP_K, other=-1, volatile=True)
+        slot, late_k = place_of_route(told).to(tl.int64), turn_of_route(told) >= 0
+        expected = records_on_their_way(tl.load(slots_R + t * TOP_K, volatile=True)) * CHUNKS + PROGRAMS
+    else:
+        slot = tl.load(slots_R + route, mask=k < TOP_K, other=-1).to(tl.int64)
     here_k = slot >= 0
     here = here_k[:, None, None]
     slot = tl.where(here_k, slot, 0)
@@ -356,11 +360,22 @@ def words_down_kernel(
     row_a, row_b = first[:, :, None], second[:, :, None]
     held = slot[:, None, None]
     rows = row_pointers(weights, scales, zeros, held, row_a, row_b, row_b // 128, strides, F, FORMAT)
-    words = load_words(rows, here, PRELOAD, F, BLOCK_K, FORMAT, False)
-    params = load_params(rows, here, PRELOAD, F, BLOCK_K, GROUP, HAS_ZERO, False)
+    s = scales + (slot * stride_scale_s)[:, None]
+    if CHUNKS > 0:  # what is complete
+        at_once = here_k & (late_k == 0)
+        words = load_words(rows, at_once[:, None, None], PRELOAD, F, BLOCK_K, FORMAT, False)
+        by_row = load_row_scales(s, first, second, at_once, 0.0, 0.0, FORMAT)
+    else:
+        words = load_words(rows, here, PRELOAD, F, BLOCK_K, FORMAT, False)
+        params = load_params(rows, here, PRELOAD, F, BLOCK_K, GROUP, HAS_ZERO, False)
     route_weights = ()
     if SUM:
         route_weights = load_route_weights(weights_R, slots_R, t, TOP_K)
+    if CHUNKS > 0:  # what was on its way, when nothing else is left to ask for
+        await_chunks(arrived_S1, expected, 250 if PDL else 0)
+        words = load_late(words, rows, late_k[:, None, None], F, BLOCK_K, FORMAT)
+        by_row = load_row_scales(s, first, second, late_k, by_row[0], by_row[1], FORMAT)
+        params = load_params(rows, here, PRELOAD, F, BLOCK_K, GROUP, HAS_ZERO, False)
     wait_for_previous(PDL)
     start_next(PDL)
     x_row = route.to(tl.int64)[:, None, None]
@@ -369,10 +384,11 @@ def words_down_kernel(
         activated_RF, x_row, xs, words, params, rows, here, HALF, CHOICES, F, BLOCK_K, FORMAT, GROUP, HAS_ZERO, False,
         FOURS, ASM,
     )  # fmt: skip
+    if CHUNKS == 0:
+        by_row = load_row_scales(s, first, second, here_k, 0.0, 0.0, FORMAT)
     if (FORMAT == "int8") or (FORMAT == "fp8"):
-        s = scales + (slot * stride_scale_s)[:, None]
-        rows_a *= tl.load(s + first, mask=here_k[:, None], other=0.0)
-        rows_b *= tl.load(s + second, mask=here_k[:, None], other=0.0)
+        rows_a *= by_row[0]
+        rows_b *= by_row[1]
     if HAS_BIAS:
         s = bias + (slot * stride_bias_s)[:, None]
         rows_a += tl.load(s + first, mask=here_k[:, None], other=0.0).to(tl.float32)

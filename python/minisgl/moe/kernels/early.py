@@ -25,13 +25,13 @@ SAVED = tl.constexpr(9)  # chunks that the layer's own fetches left out
 
 
 @triton.jit
-def is_worth_it(counters, WINDOW: tl.constexpr, IN_FLIGHT: tl.constexpr):
+def is_worth_it(counters, WINDOW: tl.constexpr, COST: tl.constexpr):
     """Whether prefetching goes on; judged once a window."""
     num_plans, useful, off = tl.load(counters + PLANS), tl.load(counters + USEFUL), tl.load(counters + OFF)
     plans = num_plans - tl.load(counters + JUDGED_PLANS)
     gained = useful - tl.load(counters + JUDGED_USEFUL)
     due = plans >= WINDOW
-    off = tl.where(due & (gained < plans * IN_FLIGHT), 1, off)
+    off = tl.where(due & (gained < plans * COST), 1, off)
     tl.debug_barrier()
     tl.store(counters + OFF, off)
     tl.store(counters + JUDGED_PLANS, num_plans, mask=due)
@@ -58,9 +58,10 @@ def plan_early_kernel(
     N: tl.constexpr,  # programs that copy, a power of two
     CHUNKS: tl.constexpr,  # of a record
     WINDOW: tl.constexpr,
+    COST: tl.constexpr,  # of a guess, in chunks
     ROUTES: tl.constexpr,  # power of two >= T * K
 ):
-    is_on = is_worth_it(counters, WINDOW, N)
+    is_on = is_worth_it(counters, WINDOW, COST)
     # 1. The first A distinct experts, by rank and then by token, that the cache lacks.
     r = tl.arange(0, ROUTES)
     a = tl.arange(0, EARLY_SLOTS)
@@ -169,6 +170,53 @@ def arrived_early(
     came = tl.minimum(tl.maximum(copied - tl.load(entry + 2, mask=a < A, other=0), 0), CHUNKS - there)
     tl.store(chunks_of_A + tl.load(entry + 4, mask=a < A, other=0), there + came, mask=listed)
     return tl.sum(tl.where(listed, came, 0), 0)
+
+
+@triton.jit
+def look_early(
+    listed_AF, listing, before, expert_of_A, chunks_of_A, place_of_S, A: tl.constexpr, S: tl.constexpr
+):
+    """Of every early slot what doesn't change before the layer begins: (expert, chunks, place, whether it is on the list that
+    was made at time `before`, chunks before it there)."""
+    a = tl.arange(0, EARLY_SLOTS)
+    expert = tl.load(expert_of_A + a, mask=a < A, other=-1)
+    chunks = tl.load(chunks_of_A + a, mask=a < A, other=0)
+    place = tl.load(place_of_S + S + a, mask=a < A, other=0)
+    entry = listed_AF + a * FIELDS
+    is_listed = (tl.load(entry, mask=a < A, other=-1) >= 0) & (tl.load(listing + 1) == before)
+    match = (tl.load(entry + 4, mask=a < A, other=0)[None, :] == a[:, None]) & is_listed[None, :]
+    chunks_before = tl.load(entry + 2, mask=a < A, other=0)
+    return (
+        expert,
+        chunks,
+        place,
+        tl.sum(match.to(tl.int32), 1),
+        tl.sum(tl.where(match, chunks_before[None, :], 0), 1),
+    )
+
+
+@triton.jit
+def came_early(early, progress_N, N: tl.constexpr, CHUNKS: tl.constexpr):
+    """Chunks that have come into each early slot by now of what it was listed for."""
+    copied = tl.min(tl.load(progress_N + tl.arange(0, N), volatile=True), 0)
+    return early[3] * tl.minimum(tl.maximum(copied - early[4], 0), CHUNKS - early[1])
+
+
+@triton.jit
+def exchange_early(same, is_missed, early, chunks, slot, place, place_of_S, expert_of_A, chunks_of_A, A: tl.constexpr,
+    S: tl.constexpr):  # fmt: skip
+    """Missed routes that found their expert in an early slot, same [R, A], exchange it with what the cache gave up for them:
+    `slot`, which was at `place`."""
+    a = tl.arange(0, EARLY_SLOTS)
+    taken = same & is_missed[:, None]
+    takes = tl.sum(taken.to(tl.int32), 1) > 0
+    theirs = tl.sum(tl.where(taken, early[2][None, :], 0), 1)
+    index = tl.sum(tl.where(taken, a[None, :], 0), 1)
+    tl.store(place_of_S + slot, theirs, mask=takes)
+    tl.store(place_of_S + S + index, place, mask=takes)
+    gone = tl.sum(taken.to(tl.int32), 0) > 0
+    tl.store(expert_of_A + a, -1, mask=gone & (a < A))
+    tl.store(chunks_of_A + a, tl.where(gone, 0, chunks), mask=a < A)
 
 
 @triton.jit

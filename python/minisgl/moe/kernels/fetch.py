@@ -21,7 +21,8 @@ With EARLY the list says how much of a record came early; that part is left out.
 import triton
 import triton.language as tl
 
-from minisgl.moe.kernels.dependent import start_next, wait_for_previous
+from minisgl.moe.kernels.dependent import start_next
+from minisgl.moe.kernels.told import await_word, expert_of_fetch, place_of_fetch, records_to_fetch
 
 _PAUSE = tl.constexpr("{ .reg .pred some; setp.gt.s32 some, $1, 0; @some nanosleep.u32 $2; mov.u32 $0, 0; }")
 
@@ -71,21 +72,28 @@ def fetch_kernel(
     fetch_slots_S,
     fetch_chunks_S,  # with EARLY
     num_fetch,
+    told_3M,  # with COUNTS, in place of the four above: words of fetches and of their parts, see `told`
     arrived_S1,  # with COUNTS: int32 [S + 1], chunks that have come: after CUT of all records, then before it of each turn
     WORDS: tl.constexpr,  # of a record, a multiple of 32
     BEGIN: tl.constexpr,  # the words to copy: BEGIN .. END - 1, those before CUT of all records first
     CUT: tl.constexpr,
     END: tl.constexpr,
-    COUNTS: tl.constexpr,  # and therefore waits for the place kernel itself, having been launched with it
+    COUNTS: tl.constexpr,  # and therefore is told by the place kernel itself, while that one still runs
     SOME: tl.constexpr,
     EARLY: tl.constexpr,  # words of a chunk, 0: nothing comes early
     BLOCK: tl.constexpr,
+    MOST: tl.constexpr,  # M of told_3M
     PDL: tl.constexpr,
 ):
+    told, told_of, there = 0, 0, 0
     if COUNTS:
-        wait_for_previous(PDL)
         start_next(PDL)
-    n = tl.load(num_fetch)
+        told = await_word(told_3M + MOST, False)
+        n = records_to_fetch(told)
+        if EARLY > 0 and n > 0:
+            there = await_word(told_3M + 2 * MOST, False) - 1
+    else:
+        n = tl.load(num_fetch)
     total = n * ((CUT - BEGIN + BLOCK - 1) // BLOCK + (END - CUT + BLOCK - 1) // BLOCK)
     done, done_of = 0, 0  # chunks that are written and not counted yet, all of one counter
     for chunk in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -93,19 +101,31 @@ def fetch_kernel(
         if COUNTS and counter != done_of:
             _count(arrived_S1 + done_of, done)
             done = 0
-        expert = tl.load(fetch_experts_S + turn).to(tl.int64)
-        slot = tl.load(fetch_slots_S + turn).to(tl.int64)
+        if COUNTS:
+            if turn != told_of:
+                told, told_of = await_word(told_3M + MOST + turn, False), turn
+                if EARLY > 0:
+                    there = await_word(told_3M + 2 * MOST + turn, False) - 1
+            expert, slot = expert_of_fetch(told).to(tl.int64), place_of_fetch(told).to(tl.int64)
+        else:
+            expert = tl.load(fetch_experts_S + turn).to(tl.int64)
+            slot = tl.load(fetch_slots_S + turn).to(tl.int64)
+            if EARLY > 0:
+                there = tl.load(fetch_chunks_S + turn)
         word = first + tl.arange(0, BLOCK)
         if SOME:
             expert = tl.load(place_of_E + expert).to(tl.int64)
             end = tl.where(expert >= 0, end, 0)
         inside = word < end
         if EARLY > 0:
-            inside = inside & (word >= tl.load(fetch_chunks_S + turn) * EARLY)
+            inside = inside & (word >= there * EARLY)
         value = tl.load(records_EW + expert * WORDS + word, mask=inside, other=0)
         tl.store(slab_SW + slot * WORDS + word, value, mask=inside)
         done, done_of = done + 1, counter
-    if COUNTS:
-        _count(arrived_S1 + done_of, done)
+    if COUNTS:  # the last count says, too, that this program reads nothing any more
+        if done_of > 0:
+            _count(arrived_S1 + done_of, done)
+            done = 0
+        _count(arrived_S1, done + 1)
     if not COUNTS:
         start_next(PDL)

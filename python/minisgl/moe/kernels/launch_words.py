@@ -85,8 +85,7 @@ def words_gate_up(
         x_TD,
         *tensors,
         buffers.activated_PF,
-        placement.slots_TK,
-        placement.slots_TK if arrival is None else arrival.turns_TK,
+        placement.slots_TK if arrival is None else arrival.told_3M,
         placement.slots_TK if arrival is None else arrival.arrived_S1,
         buffers.served_R,
         *strides,
@@ -109,12 +108,13 @@ def words_down(
     slab, shape = placement.slab, problem.shape
     tensors, strides = word_args(slab, "down", tiles)
     choices, arrival = next_power_of_two(problem.top_k), placement.arrival
+    if arrival is not None and shape.hidden_dim % tiles.block_k == 0:
+        tiles = replace(tiles, preload=max(tiles.preload, 3))  # what came last is asked for at once, if registers do
     words_down_kernel[(problem.num_tokens, triton.cdiv(shape.model_dim, tiles.block_n))](
         buffers.activated_PF,
         *tensors,
         out,
-        placement.slots_TK,
-        placement.slots_TK if arrival is None else arrival.num_records,
+        placement.slots_TK if arrival is None else arrival.told_3M,
         placement.slots_TK if arrival is None else arrival.arrived_S1,
         weights_TK,
         *strides,
@@ -124,6 +124,7 @@ def words_down(
         LEVELS=choices.bit_length() - 1,
         SUM=add_up,
         CHUNKS=0 if arrival is None else arrival.chunks[1],
+        PROGRAMS=0 if arrival is None else arrival.programs,
         **_constants(slab, "down", shape.hidden_dim, buffers.activated_PF, choices, tiles),
         **early,
     )

@@ -359,3 +359,40 @@ def prepared(x, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr):
         return x, ((x[0] + x[1]) + (x[2] + x[3])) * -_BYTE_OFFSET
     else:
         return x, 0.0
+
+
+@triton.jit
+def within(here, i: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr):
+    """here, and columns i * WIDTH .. before LAST, unless all of them are."""
+    inside = here
+    if (i + 1) * WIDTH > LAST:
+        inside = here & (i * WIDTH + tl.arange(0, WIDTH)[None, None, :] < LAST)
+    return inside
+
+
+@triton.jit
+def by_group(tile, GROUPS: tl.constexpr):
+    """[experts, rows, words] summed by group: [experts, rows, GROUPS]."""
+    WORDS: tl.constexpr = tile.shape[2] // GROUPS
+    return tl.sum(tile.reshape(tile.shape[0], tile.shape[1], GROUPS, WORDS), 3)
+
+
+@triton.jit
+def row_parameters(scales, bias, row_a, row_b, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Scales of whole rows, and biases, of one slot: a tuple of four."""
+    scale_a, scale_b, bias_a, bias_b = 0.0, 0.0, 0.0, 0.0
+    if (FORMAT == "int8") or (FORMAT == "fp8"):
+        scale_a, scale_b = tl.load(scales + row_a), tl.load(scales + row_b)
+    if HAS_BIAS:
+        bias_a, bias_b = tl.load(bias + row_a).to(tl.float32), tl.load(bias + row_b).to(tl.float32)
+    return scale_a, scale_b, bias_a, bias_b
+
+
+@triton.jit
+def load_row_scales(scales, row_a, row_b, there, other_a, other_b, FORMAT: tl.constexpr):
+    """Scales of rows row_a and row_b, [1, rows], of the slots at `scales`, [experts, 1]; other_a and other_b where not `there`,
+    bool [experts], and where a format has no scale a row."""
+    if (FORMAT == "int8") or (FORMAT == "fp8"):
+        other_a = tl.load(scales + row_a, mask=there[:, None], other=other_a)
+        other_b = tl.load(scales + row_b, mask=there[:, None], other=other_b)
+    return other_a, other_b

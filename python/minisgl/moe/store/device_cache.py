@@ -84,11 +84,13 @@ class DeviceStore(ExpertRecords):
     def place(self, routing: Routing, awaits: bool = False, may_wait: bool = False) -> Iterable[Placement]:
         ids_TK = routing.ids_TK.contiguous()
         guess, self._guess = self._guess, None
+        if self._overlap.prefetches:
+            self._overlap.end()  # what a layer in turn has left open: its guess for this one
         many_waves = self.plan.num_waves(*ids_TK.shape) > 1
         if not self._is_planned(*ids_TK.shape) or (may_wait and many_waves):
             return self._streaming(ids_TK)
         if awaits and self._overlap.in_turn and self.plan.joins(*ids_TK.shape):
-            return self._in_turn(ids_TK)
+            return self._in_turn(ids_TK, guess if self._may_prefetch(len(ids_TK)) else None)
         return self._planned(ids_TK, guess if self._may_prefetch(len(ids_TK)) else None)
 
     def bytes(self) -> StoreBytes:
@@ -136,13 +138,26 @@ class DeviceStore(ExpertRecords):
             finally:
                 self._overlap.end()
 
-    def _in_turn(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
-        """One wave for all routes, launched behind the fetch it waits for. Three launches, each of which begins early."""
+    def _in_turn(self, ids_TK: torch.Tensor, guess: Guess | None) -> Iterator[Placement]:
+        """One wave for all routes, launched behind the fetch it waits for. Three launches, each of which begins early. A guess
+        is joined by the following layer; the last layer, which has none, joins what came early for itself.
+        """
+        prefetches, following = self._overlap.prefetches, self.following
         with self.plan.promised():
-            slots_TK, turns_TK = self.plan.place_jointly(ids_TK, ahead=True)
-            chunks = self.plan.fetch_in_turn(self.records_EB, self.slab.records_SB, self._first_of_down)
-        arrival = Arrival(turns_TK, self.plan.arrived_S1, self.plan.num_fetch, chunks)
-        yield Placement(self.slab, slots_TK, arrival=arrival)
+            slots_TK, _ = self.plan.place_jointly(ids_TK, ahead=True)
+            if prefetches:
+                self._overlap.begin(() if guess is not None else (_nothing,))
+            chunks, programs = self.plan.fetch_in_turn(
+                self.records_EB, self.slab.records_SB, self._first_of_down
+            )
+        if guess is not None and following is not None:
+            self._overlap.follow(partial(following.plan_early, guess), following.fetch_early)
+        arrival = Arrival(self.plan.told_3M, self.plan.arrived_S1, chunks, programs)
+        try:
+            yield Placement(self.slab, slots_TK, arrival=arrival)
+        finally:
+            if prefetches and guess is None:
+                self._overlap.end()
 
     def plan_early(self, guess: Guess) -> None:
         """List what to fetch early for this layer."""
@@ -200,3 +215,7 @@ class DeviceStore(ExpertRecords):
         if self.following is None or num_missing < max(1, STREAM_AHEAD * num_absent):
             return None
         return self.following, [expert for expert, slot in enumerate(slot_of_E) if slot == EMPTY]
+
+
+def _nothing() -> None:
+    pass

@@ -15,7 +15,7 @@ from minisgl.moe.kernels.fetch import fetch_kernel
 from minisgl.moe.kernels.launch import has_dependent_launch, pdl_options
 from minisgl.moe.kernels.place import place_kernel
 from minisgl.moe.kernels.place_few import place_few_kernel
-from minisgl.moe.store.early import IN_FLIGHT, WINDOW
+from minisgl.moe.store.early import COST, IN_FLIGHT, WINDOW
 from minisgl.moe.store.planning import num_waves
 from minisgl.moe.workspace import next_power_of_two
 
@@ -26,7 +26,8 @@ EARLY_WORDS = (
     512  # of a chunk that comes early, one a program: what is under way when demand begins must land first
 )
 CHUNK_BYTES = 8 * EARLY_WORDS
-FEW_ROUTES, FEW_SLOTS = 32, 128  # what one program compares with each other without spilling
+FEW_ROUTES, FEW_SLOTS = 32, 128  # what one program compares with each other without spilling, and words hold
+MOST_EXPERTS = 2**14 - 1  # that words can name
 NUM_COUNTERS, NUM_EARLY_COUNTERS = (
     3,
     10,
@@ -48,9 +49,9 @@ class EarlyPlan:
         self.progress_N, self.scratch_3E = ints(IN_FLIGHT), ints(3, num_experts)
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """Those of the place kernel, in its order."""
+        """Those of the place kernels, in their order."""
         maps = (self.place_of_S, self.expert_of_A, self.chunks_of_A)
-        return (*maps, self.listed_AF, self.listing, self.progress_N, self.scratch_3E)
+        return (*maps, self.listed_AF, self.listing, self.progress_N)
 
 
 class DevicePlan:
@@ -78,6 +79,7 @@ class DevicePlan:
         self.last_use_E, self.uses_E, self.clock = ints(num_experts), ints(num_experts), ints(1)
         self.fetch_experts_S, self.fetch_slots_S, self.num_fetch = ints(num_slots), ints(num_slots), ints(1)
         self.fetch_chunks_S, self.arrived_S1 = ints(num_slots), ints(num_slots + 1)
+        self.told_3M = ints(3 * FEW_ROUTES).view(3, FEW_ROUTES)
         self.counters = ints(NUM_EARLY_COUNTERS if num_early else NUM_COUNTERS, dtype=torch.int64)
         self._kind_E, self._scores_S = ints(num_experts), ints(num_slots, dtype=torch.int64)
 
@@ -107,9 +109,9 @@ class DevicePlan:
         return num_waves(num_tokens, top_k, self.num_experts, self.num_slots)
 
     def joins(self, num_tokens: int, top_k: int) -> bool:
-        """Whether `place_jointly` can plan a step of so many tokens: few routes, that one wave serves, and no early slots."""
-        few = num_tokens * top_k <= min(FEW_ROUTES, self.num_slots) and self.num_slots < FEW_SLOTS
-        return few and not self.early.num_early
+        """Whether `place_jointly` can plan a step of so many tokens: few routes, which one wave serves."""
+        few = num_tokens * top_k <= min(FEW_ROUTES, self.num_slots) and self.num_experts < MOST_EXPERTS
+        return few and self.num_slots + self.early.num_early < FEW_SLOTS
 
     def place(
         self, ids_TK: torch.Tensor, first: bool, count: bool = True
@@ -118,7 +120,7 @@ class DevicePlan:
 
         ids_TK: int32, contiguous. first: whether it is the step's first wave. count: False leaves the counters alone.
         """
-        if self.joins(*ids_TK.shape):
+        if self.joins(*ids_TK.shape) and not self.early.num_early:
             return self._place_few(ids_TK, count, joint=False, ahead=False)
         hit_slots_TK, miss_slots_TK = torch.empty_like(ids_TK), torch.empty_like(ids_TK)
         place_kernel[(1,)](
@@ -138,6 +140,7 @@ class DevicePlan:
             self.num_fetch,
             self.counters,
             *self.early.arguments(),
+            self.early.scratch_3E,
             ids_TK.numel(),
             E=self.num_experts,
             S=self.num_slots,
@@ -164,7 +167,10 @@ class DevicePlan:
         self, ids_TK: torch.Tensor, count: bool, joint: bool, ahead: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         slots_TK, others_TK = torch.empty_like(ids_TK), torch.empty_like(ids_TK)
-        slots = max(next_power_of_two(self.num_slots + 1), 16)
+        slots, routes = (
+            max(next_power_of_two(self.num_slots + 1), 16),
+            max(next_power_of_two(ids_TK.numel()), 8),
+        )
         place_few_kernel[(1,)](
             ids_TK,
             slots_TK,
@@ -176,17 +182,24 @@ class DevicePlan:
             self.clock,
             self.fetch_experts_S,
             self.fetch_slots_S,
+            self.fetch_chunks_S,
             self.num_fetch,
             self.arrived_S1,
+            self.told_3M,
             self.counters,
+            *self.early.arguments(),
             ids_TK.numel(),
             S=self.num_slots,
+            A=self.early.num_early,
+            N=IN_FLIGHT,
+            CHUNKS=self.num_chunks,
             JOINT=joint,
             COUNT=count,
             AHEAD=ahead,
-            ROUTES=max(next_power_of_two(ids_TK.numel()), 8),
+            ROUTES=routes,
             SLOTS=slots,
-            num_warps=max(slots // 32, 1),
+            MOST=FEW_ROUTES,
+            num_warps=max(slots // 16 if slots > 32 else 1, routes * slots // 512),
             **pdl_options(ids_TK.device),
         )
         return slots_TK, others_TK
@@ -212,6 +225,7 @@ class DevicePlan:
             N=IN_FLIGHT,
             CHUNKS=self.num_chunks,
             WINDOW=WINDOW,
+            COST=COST * IN_FLIGHT,
             ROUTES=max(next_power_of_two(ids_TK.numel()), 16),
             num_warps=1,
         )
@@ -252,15 +266,17 @@ class DevicePlan:
         dependent = pdl_options(slab_SB.device) if ahead else {"PDL": has_dependent_launch(slab_SB.device)}
         self._fetch(records_EB, slab_SB, (begin, end, end), **dependent)
 
-    def fetch_in_turn(self, records_EB: torch.Tensor, slab_SB: torch.Tensor, cut: int) -> tuple[int, int]:
+    def fetch_in_turn(
+        self, records_EB: torch.Tensor, slab_SB: torch.Tensor, cut: int
+    ) -> tuple[tuple[int, int], int]:
         """Copy what the latest `place_jointly` listed into its slots, first all bytes before `cut`, a multiple of 8, and count
         what has come in `arrived_S1`. To be launched directly behind it, and before whatever waits for it.
 
-        Returns how many chunks a record has before and after the cut.
+        Returns how many chunks a record has before and after the cut, and how many programs plan and copy.
         """
         ends = (0, cut, slab_SB.shape[1])
-        block = self._fetch(records_EB, slab_SB, ends, counts=True, **pdl_options(slab_SB.device))
-        return -(-cut // block), -(-(ends[2] - cut) // block)
+        block, programs = self._fetch(records_EB, slab_SB, ends, counts=True, **pdl_options(slab_SB.device))
+        return (-(-cut // block), -(-(ends[2] - cut) // block)), programs + 1
 
     def fetch_some(self, records_XB: torch.Tensor, place_of_E: torch.Tensor, slab_SB: torch.Tensor) -> None:
         """Of what the latest `place` listed, copy what records_XB holds: expert e at place_of_E[e], int32 [E], unless -1."""
@@ -275,14 +291,14 @@ class DevicePlan:
         place_of_E: torch.Tensor | None = None,
         counts: bool = False,
         **dependent: bool,
-    ) -> int:
-        """ends: begin, cut and end in bytes; see `fetch_kernel`. Returns bytes a chunk."""
+    ) -> tuple[int, int]:
+        """ends: begin, cut and end in bytes; see `fetch_kernel`. Returns bytes a chunk, and programs."""
         begin, cut, end = (e // 8 for e in ends)
         some, early = place_of_E is not None, self.early.num_early > 0
         programs, words = (COPY_PROGRAMS, COPY_WORDS) if some else (FETCH_PROGRAMS, FETCH_WORDS)
         block = min(words, next_power_of_two(max(cut - begin, end - cut)))
-        most = self.num_slots * -(-(end - begin) // block)
-        fetch_kernel[(min(programs, most),)](
+        programs = min(programs, self.num_slots * -(-(end - begin) // block))
+        fetch_kernel[(programs,)](
             records_EB.view(torch.int64),
             self.slot_of_E if place_of_E is None else place_of_E,
             slab_SB.view(torch.int64),
@@ -290,6 +306,7 @@ class DevicePlan:
             self.fetch_slots_S,
             self.fetch_chunks_S,
             self.num_fetch,
+            self.told_3M,
             self.arrived_S1,
             WORDS=slab_SB.shape[1] // 8,
             BEGIN=begin,
@@ -299,7 +316,8 @@ class DevicePlan:
             SOME=some,
             EARLY=EARLY_WORDS * early,
             BLOCK=block,
+            MOST=FEW_ROUTES,
             num_warps=8,
             **dependent,
         )
-        return 8 * block
+        return 8 * block, programs

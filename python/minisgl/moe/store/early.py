@@ -19,8 +19,9 @@ from minisgl.moe.store.planning import EMPTY, Load, SlotTable
 
 MAX_EARLY_TOKENS = 4  # of a step with guesses: with more, misses keep the link busy anyway
 MAX_EARLY_SLOTS = 2  # a layer: while the next layer's attention runs, little more than one record travels
-WINDOW = 256  # guesses after which a layer's prefetching is judged
+WINDOW = 64  # guesses after which a layer's prefetching is judged
 IN_FLIGHT = 32  # chunks under way at a time, which is how much of a copy nobody can stop
+COST = 2  # times as much is what a guess costs, see `EarlySlots._judge`
 
 
 def num_early_slots(num_experts: int, num_slots: int, asked: bool) -> int:
@@ -112,10 +113,10 @@ class EarlySlots:
         return chunks
 
     def _judge(self) -> None:
-        """A guess costs a layer's own misses at most the wait for what is in flight; a useful chunk saves its own time on the
-        link. Below one useful chunk for each that was in flight, prefetching loses.
+        """A useful chunk saves its own time on the link. A guess costs a layer's own misses the wait for what is in flight, and
+        what else happens on its account about as much again.
         """
         plans, useful = self.plans - self._judged[0], self.useful - self._judged[1]
         if plans >= WINDOW:
-            self.off = self.off or useful < plans * IN_FLIGHT
+            self.off = self.off or useful < plans * IN_FLIGHT * COST
             self._judged = (self.plans, self.useful)

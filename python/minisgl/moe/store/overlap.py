@@ -2,9 +2,11 @@
 
 Where a kernel may start before the one ahead has ended, and the kernels that compute can wait by themselves:
 
-main     place, fetch, all routes: those whose record is on its way wait for it
+main     place, fetch, all routes: those whose record is on its way wait for it | attention of the next layer | place
+second                                                              fetch early, until the next layer's place
+third                 router of the next layer, list of what to fetch early
 
-Elsewhere, and where something comes early:
+Elsewhere:
 
 main     place | hits | missed routes | attention of the next layer          | place
 second          fetch gate_up, down   | fetch early, until the next layer's place
@@ -40,11 +42,12 @@ class Overlap(Protocol):
         ...
 
     def follow(self, prepare: Callable[[], None], fetch: Callable[[], None]) -> None:
-        """Launch `prepare` beside the fetches and everything launched later, and `fetch` behind both it and them."""
+        """Launch `prepare` beside everything launched since `begin`, and `fetch` behind it and all that was launched so far."""
         ...
 
     def end(self) -> None:
-        """What is launched from now on comes after all fetches and what was prepared, but not after what follows them."""
+        """What is launched from now on comes after all fetches and what was prepared, but not after what follows them. May be
+        said later than by the layer that began, before the next `begin`."""
         ...
 
 
@@ -84,6 +87,7 @@ class Forked:
         self._aside = torch.cuda.Stream(device) if prefetches else self._stream
         self._begun: torch.cuda.Event | None = None
         self._done: list[torch.cuda.Event] = []
+        self._prepare: Callable[[], None] | None = None
 
     def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -98,10 +102,12 @@ class Forked:
 
     def follow(self, prepare: Callable[[], None], fetch: Callable[[], None]) -> None:
         assert self._begun is not None
+        self._prepare = prepare  # keeps its tensors: their memory is the main stream's, which may go on before they were read
         self._aside.wait_event(self._begun)  # and so after whatever followed the fetches of an earlier layer
         with torch.cuda.stream(self._aside):
             prepare()
             prepared = recorded(self._aside)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(prepared)
             fetch()
@@ -110,3 +116,4 @@ class Forked:
     def end(self) -> None:
         for event in self._done:
             torch.cuda.current_stream(self._device).wait_event(event)
+        self._done = []
