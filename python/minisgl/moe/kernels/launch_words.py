@@ -109,7 +109,7 @@ def words_down(
     tensors, strides = word_args(slab, "down", tiles)
     choices, arrival = next_power_of_two(problem.top_k), placement.arrival
     if arrival is not None and shape.hidden_dim % tiles.block_k == 0:
-        tiles = replace(tiles, preload=max(tiles.preload, 3))  # what came last is asked for at once, if registers do
+        tiles = replace(tiles, preload=max(tiles.preload, 3))  # what came last is asked for at once
     words_down_kernel[(problem.num_tokens, triton.cdiv(shape.model_dim, tiles.block_n))](
         buffers.activated_PF,
         *tensors,
