@@ -22,7 +22,7 @@ def test_what_it_does_not_know_goes_elsewhere():
     assert not launch_router.fits(logits, RoutingRule(8), torch.zeros(128))
     assert not launch_router.fits(logits, RoutingRule(17), None)
     assert not launch_router.fits(logits.half(), RoutingRule(8), None)
-    assert not launch_router.fits(torch.zeros(65, 128), RoutingRule(8), None)
+    assert not launch_router.fits(torch.zeros(4097, 128), RoutingRule(8), None)
     assert not launch_router.fits(torch.zeros(4, 60), RoutingRule(8), None)
     assert not launch_router.fits(torch.zeros(4, 130)[:, 1:129], RoutingRule(8), None)
 
