@@ -1,7 +1,7 @@
 """The grouped GEMMs for int4 weights on Hopper (compute capability 9.0), in Gluon: warps have roles, as in `hopper`, and
 weights are unpacked where they are multiplied, see `word_operand`. Groups of 128.
 
-    gate_up_words_kernel, down_words_kernel    as in `grouped`, for blocks of 8 to 128 rows
+    gate_up_words_kernel, down_words_kernel    as in `grouped`, for blocks of 16 to 128 rows
 
 A tile has 256 rows of weights, half for each consumer. Eight rows of gate and the eight of up that belong to them alternate, so
 both results of a hidden unit land in one thread; and what a warp stores is neighbouring units.

@@ -133,9 +133,8 @@ def all_params(
         at = stage * GROUPS + g
         found = found + (scales.index(at).slice(c * PART, PART, dim=0).load(layout),)  # noqa: RUF005
         offset = gl.full([PART], -136.0, gl.bfloat16, layout)
-        if (
-            zeros.dtype == gl.int32
-        ):  # four bytes, one of which is this row's: rows of STEPS x GROUPS, the first at a whole word
+        # Four bytes, one of which is this row's: a row has STEPS x GROUPS, and a consumer's first one begins a word.
+        if zeros.dtype == gl.int32:
             word = zeros.index(at).slice(c * PART, PART, dim=0).load(layout)
             byte = (gl.arange(0, PART, layout) * (STEPS * GROUPS) + step * GROUPS + g) % 4
             offset = (-128.0 - (word >> byte * 8 & 0xFF).to(gl.float32)).to(gl.bfloat16)
