@@ -360,9 +360,8 @@ def words_down_kernel(
     row_a, row_b = first[:, :, None], second[:, :, None]
     held = slot[:, None, None]
     rows = row_pointers(weights, scales, zeros, held, row_a, row_b, row_b // 128, strides, F, FORMAT)
-    s = scales + (slot * stride_scale_s)[:, None]
     if CHUNKS > 0:  # what is complete
-        at_once = here_k & (late_k == 0)
+        at_once, s = here_k & (late_k == 0), scales + (slot * stride_scale_s)[:, None]
         words = load_words(rows, at_once[:, None, None], PRELOAD, F, BLOCK_K, FORMAT, False)
         by_row = load_row_scales(s, first, second, at_once, 0.0, 0.0, FORMAT)
     else:
@@ -384,7 +383,8 @@ def words_down_kernel(
         activated_RF, x_row, xs, words, params, rows, here, HALF, CHOICES, F, BLOCK_K, FORMAT, GROUP, HAS_ZERO, False,
         FOURS, ASM,
     )  # fmt: skip
-    if CHUNKS == 0:
+    if CHUNKS == 0:  # here and not above: a pointer that waits costs registers
+        s = scales + (slot * stride_scale_s)[:, None]
         by_row = load_row_scales(s, first, second, here_k, 0.0, 0.0, FORMAT)
     if (FORMAT == "int8") or (FORMAT == "fp8"):
         rows_a *= by_row[0]
