@@ -108,8 +108,9 @@ def words_down(
     slab, shape = placement.slab, problem.shape
     tensors, strides = word_args(slab, "down", tiles)
     choices, arrival = next_power_of_two(problem.top_k), placement.arrival
-    if arrival is not None and shape.hidden_dim % tiles.block_k == 0:
-        tiles = replace(tiles, preload=max(tiles.preload, 3))  # what came last is asked for at once
+    # What came last is asked for at once, where it takes three steps; more wouldn't fit into registers.
+    if arrival is not None and 3 * tiles.block_k == shape.hidden_dim:
+        tiles = replace(tiles, preload=3)
     words_down_kernel[(problem.num_tokens, triton.cdiv(shape.model_dim, tiles.block_n))](
         buffers.activated_PF,
         *tensors,
