@@ -39,7 +39,8 @@ class LateChannel(CopyChannel):
     """Every copy starts a millisecond late."""
 
     def copy(self, target_B: torch.Tensor, record_B: torch.Tensor, pinned: bool) -> None:
-        torch.cuda._sleep(DELAY)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(DELAY)
         super().copy(target_B, record_B, pinned)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl.moe.store.copies import Run
-
 
 class LateCopies:
     """Copies that happen at the last permitted moment: when somebody waits for them. Until then the slot is NaN.
@@ -21,10 +19,8 @@ class LateCopies:
         self._late: dict[int, torch.Tensor] = {}
         self._read: set[int] = set()
 
-    def start(self, runs: Sequence[Run], pinned: bool) -> None:
-        for one, record_B in [
-            pair for slot, records_NB in runs for pair in enumerate(records_NB, start=slot)
-        ]:
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        for one, record_B in enumerate(records_NB, start=slot):
             assert one not in self._read, "a kernel may still be reading this slot"
             self.slab_SB[one] = 0xFF
             self._late[one] = record_B

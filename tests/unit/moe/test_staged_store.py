@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from minisgl.layers.moe import MoELayer, Router
 from minisgl.moe.base import ExpertShape, Routing, RoutingRule
 from minisgl.moe.formats import get_format, moe_quantization_choices
 from minisgl.moe.store import CacheCounters, ResidentStore, StagedStore, StoreBytes
-from minisgl.moe.store.copies import DirectCopies, Run
+from minisgl.moe.store.copies import DirectCopies
 from minisgl.moe.store.pinned import HostMemory
 from minisgl.moe.torch_backend import TorchMoeBackend
 from tests.unit.moe.late_copies import LateCopies
@@ -157,10 +155,9 @@ def test_pinned_records_are_not_staged() -> None:
     seen: dict[int, bool] = {}
 
     class Seeing(DirectCopies):
-        def start(self, runs: Sequence[Run], pinned: bool) -> None:
-            ((_, records_NB),) = runs
+        def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
             seen[(records_NB.data_ptr() - store.records_EB.data_ptr()) // store.layout.nbytes] = pinned
-            super().start(runs, pinned)
+            super().start(slot, records_NB, pinned)
 
     weight_format = get_format("none", torch.float32)
     host = HostMemory().allocate(E, weight_format.bytes_per_expert(SHAPE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from minisgl.moe.base import ExpertShape, Slab
 from minisgl.moe.formats import get_format
-from minisgl.moe.store.copies import Run
 from minisgl.moe.store.streaming import TransientSlots
 from tests.unit.moe.late_copies import LateCopies
 
@@ -27,9 +25,9 @@ class Counting(LateCopies):
         super().__init__(slab_SB)
         self.num_calls = 0
 
-    def start(self, runs: Sequence[Run], pinned: bool) -> None:
-        self.num_calls += len(runs)
-        super().start(runs, pinned)
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        self.num_calls += 1
+        super().start(slot, records_NB, pinned)
 
 
 def make(num_slots: int) -> TransientSlots:
@@ -46,10 +44,7 @@ def make_owner(seed: int) -> Any:
 
 def check_waves(slots: TransientSlots, owner: Any, experts: list[int], stop: int, following: Any) -> None:
     served: list[int] = []
-    planned = slots.plan(owner, experts)
-    if stop % 2:
-        slots.begin(planned)
-    waves = slots.serve(planned, following)
+    waves = slots.serve(slots.plan(owner, experts), following)
     for index, wave in enumerate(waves):
         if index == stop:
             waves.close()
@@ -69,14 +64,13 @@ def test_every_expert_is_served_once(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 6), "layers")):
         owner, other = data.draw(st.permutations(owners), "whose")[:2]
         following = (other, data.draw(subsets, "ahead")) if data.draw(st.booleans()) else None
-        stop = data.draw(st.sampled_from([99, 98, 0, 1, 2]), "ends in wave")
+        stop = data.draw(st.sampled_from([99, 99, 0, 1]), "ends in wave")
         check_waves(slots, owner, data.draw(subsets, "experts"), stop, following)
 
 
 def test_a_plan_that_comes_to_nothing_costs_no_slots() -> None:
     slots, (one, two) = make(4), (make_owner(0), make_owner(1))
     check_waves(slots, one, [0, 1], 99, (two, [3, 4]))
-    slots.begin(slots.plan(two, [3, 4, 5]))
     slots.plan(two, [3, 4, 5])
     for _ in range(3):
         check_waves(slots, one, list(range(E)), 99, (two, [3, 4]))

@@ -11,8 +11,7 @@ than experts may need several. The layer never learns which kind it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
-from operator import add, sub
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import torch
@@ -56,13 +55,10 @@ class CacheCounters:
         return self.hits / max(self.hits + self.misses, 1)
 
     def __add__(self, other: CacheCounters) -> CacheCounters:
-        return CacheCounters(*map(add, self._numbers(), other._numbers()))
+        return CacheCounters(*(one + two for one, two in zip(astuple(self), astuple(other))))
 
     def __sub__(self, other: CacheCounters) -> CacheCounters:
-        return CacheCounters(*map(sub, self._numbers(), other._numbers()))
-
-    def _numbers(self) -> list[int]:
-        return [getattr(self, field.name) for field in fields(self)]  # `astuple` makes deep copies
+        return CacheCounters(*(one - two for one, two in zip(astuple(self), astuple(other))))
 
 
 @dataclass(frozen=True)

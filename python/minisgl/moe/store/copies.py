@@ -25,15 +25,11 @@ def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-Run = tuple[int, torch.Tensor]
-"""(slot, records [N, nbytes]): the records go there and into the slots behind."""
-
-
 class Copies(Protocol):
     """Copies into the slots of one slab."""
 
-    def start(self, runs: Sequence[Run], pinned: bool) -> None:
-        """Begin to copy each run of host records, one after the other, into a slot and those behind it."""
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        """Begin to copy host records into a slot and those behind it."""
         ...
 
     def wait(self, slots: Sequence[int]) -> None:
@@ -51,9 +47,8 @@ class DirectCopies:
     def __init__(self, slab_SB: torch.Tensor) -> None:
         self._slab_SB = slab_SB
 
-    def start(self, runs: Sequence[Run], pinned: bool) -> None:
-        for slot, records_NB in runs:
-            self._slab_SB[slot : slot + len(records_NB)].copy_(records_NB)
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        self._slab_SB[slot : slot + len(records_NB)].copy_(records_NB)
 
     def wait(self, slots: Sequence[int]) -> None:
         pass  # complete since `start`
@@ -85,18 +80,19 @@ class CopyChannel:
         return 0 if self._ring_RB is None else self._ring_RB.nbytes
 
     def copy(self, target_NB: torch.Tensor, records_NB: torch.Tensor, pinned: bool) -> None:
-        """Enqueue a copy on `stream`, which must be the current one, through the ring unless the records are pinned."""
-        if pinned or self._ring_RB is None:
-            target_NB.copy_(records_NB, non_blocking=pinned)
-            return
-        for target_B, record_B in zip(target_NB, records_NB):
-            place = self._next
-            self._next = (place + 1) % len(self._sent)
-            if (sent := self._sent[place]) is not None:
-                sent.synchronize()
-            self._ring_RB[place].copy_(record_B)
-            target_B.copy_(self._ring_RB[place], non_blocking=True)
-            self._sent[place] = recorded(self.stream)
+        """Enqueue a copy on the stream, through the ring unless the records are pinned."""
+        with torch.cuda.stream(self.stream):
+            if pinned or self._ring_RB is None:
+                target_NB.copy_(records_NB, non_blocking=pinned)
+                return
+            for target_B, record_B in zip(target_NB, records_NB):
+                place = self._next
+                self._next = (place + 1) % len(self._sent)
+                if (sent := self._sent[place]) is not None:
+                    sent.synchronize()
+                self._ring_RB[place].copy_(record_B)
+                target_B.copy_(self._ring_RB[place], non_blocking=True)
+                self._sent[place] = recorded(self.stream)
 
 
 class CudaCopies:
@@ -108,16 +104,13 @@ class CudaCopies:
         self._released: list[torch.cuda.Event | None] = [None] * len(slab_SB)
         self.release(range(len(slab_SB)))  # the memory may still be in use by whoever had it before
 
-    def start(self, runs: Sequence[Run], pinned: bool) -> None:
-        stream = self._channel.stream
-        with torch.cuda.stream(stream):  # once: it takes the host longer than starting a copy does
-            for slot, records_NB in runs:
-                slots = range(slot, slot + len(records_NB))
-                self._wait(stream, [self._released[one] for one in slots])
-                self._channel.copy(self._slab_SB[slot : slots.stop], records_NB, pinned)
-                copied = recorded(stream)
-                for one in slots:
-                    self._copied[one] = copied
+    def start(self, slot: int, records_NB: torch.Tensor, pinned: bool) -> None:
+        slots = range(slot, slot + len(records_NB))
+        self._wait(self._channel.stream, [self._released[one] for one in slots])
+        self._channel.copy(self._slab_SB[slot : slots.stop], records_NB, pinned)
+        copied = recorded(self._channel.stream)
+        for one in slots:
+            self._copied[one] = copied
 
     def wait(self, slots: Sequence[int]) -> None:
         stream = torch.cuda.current_stream(self._channel.device)

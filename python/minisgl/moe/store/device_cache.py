@@ -189,9 +189,8 @@ class DeviceStore(ExpertRecords):
         # Those to be kept come last, so that few waves are searched for them.
         waves = self._transient.plan(self, sorted(misses, key=lambda expert: (expert in found.last, expert)))
         slots_of = [hits, *(wave.slot_of for wave in waves)]
-        slots_WE, slots_WR = slots_of_waves(found, slots_of, self.num_experts, self.device)
+        slots_WE, slots_WR = slots_of_waves(found, slots_of, self.num_experts)
         slots_WTK = slots_WR.view(-1, *ids_TK.shape)
-        self._transient.begin(waves)  # behind the table, which would have to wait for records sent before it
         if hits:
             yield Placement(self.slab, slots_WTK[0])
         complete, near = False, self._transient.slab

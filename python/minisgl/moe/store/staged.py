@@ -108,7 +108,7 @@ class StagedStore(ExpertRecords):
         """
         for load in self._table.fill(experts, keep):
             pinned = load.expert < self._host.num_pinned
-            self._copies.start([(load.slot, self.records_EB[load.expert : load.expert + 1])], pinned)
+            self._copies.start(load.slot, self.records_EB[load.expert : load.expert + 1], pinned)
             self._counters += CacheCounters(evictions=load.evicted != EMPTY, num_bytes=self.layout.nbytes)
 
     def _wave(

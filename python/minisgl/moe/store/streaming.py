@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from minisgl.moe.base import Slab
-from minisgl.moe.store.copies import Copies, Run
+from minisgl.moe.store.copies import Copies
 
 
 class Owner(Protocol):
@@ -68,14 +68,12 @@ class TransientSlots:
         self._free = deque(range(num_slots))
         self._ahead: deque[Travelling] = deque()
         self._unserved: list[int] = []  # slots of a plan's first waves, if it comes to nothing
-        self._begun = 0  # copies of the first wave
 
     def plan(self, owner: Owner, experts: Sequence[int]) -> list[Wave]:
         """Waves that together hold each of `owner`'s `experts` once: first those that were started ahead. Nothing is started.
         They are to be served before anything else is planned, or not at all.
         """
         self._free.extend(self._unserved)
-        self._begun = 0
         ready = self._arrived(owner, experts)
         self._unserved = [travelling.slot for travelling in ready]
         there = {travelling.expert for travelling in ready if travelling.wanted}
@@ -92,13 +90,6 @@ class TransientSlots:
             waves.append(Wave(tuple(starts), tuple(wave)))
         return waves
 
-    def begin(self, waves: Sequence[Wave]) -> None:
-        """Start the first wave's copies before something is done that delays `serve`."""
-        for wave in waves[:1]:
-            self._start(wave.starts)
-            self._begun = len(wave.starts)
-            self._unserved += [travelling.slot for travelling in wave.starts]
-
     def serve(
         self, waves: Sequence[Wave], following: tuple[Owner, Sequence[int]] | None = None
     ) -> Iterator[Wave]:
@@ -109,15 +100,12 @@ class TransientSlots:
         """
         self._unserved = []
         after = deque(following[1]) if following else deque()
-        begun, self._begun = self._begun, 0
         not_started = sum(len(wave.starts) for wave in waves)
         started = sum(len(wave.travelling) for wave in waves) - not_started
         taken = deque(travelling for wave in waves for travelling in wave.travelling)
         try:
             for wave in waves:
-                if not begun:
-                    self._start(wave.starts)
-                begun = 0
+                self._start(wave.starts)
                 started, not_started = started + len(wave.starts), not_started - len(wave.starts)
                 if following and not not_started:
                     self._start_ahead(following[0], after)
@@ -146,12 +134,10 @@ class TransientSlots:
 
     def _start(self, travelling: Sequence[Travelling]) -> None:
         """Start copies into the first free slots."""
-        runs: list[Run] = []
         for run in _runs(travelling):
             owner, expert = run[0].owner, run[0].expert
-            runs.append((run[0].slot, owner.records_EB[expert : expert + len(run)]))
+            self._copies.start(run[0].slot, owner.records_EB[expert : expert + len(run)], pinned=True)
             owner.num_streamed += len(run)
-        self._copies.start(runs, pinned=True)
         for one in travelling:
             taken = self._free.popleft()
             assert taken == one.slot, "waves are served as they were planned"
