@@ -290,7 +290,8 @@ def can_have_roles(problem: Problem, limits: DeviceLimits) -> bool:
     known = problem.format in ("bf16", "fp16", "fp8") and problem.dtype != torch.float32
     words = problem.format == "int4" and problem.group_size == 128 and problem.dtype == torch.bfloat16
     divides = shape.model_dim % 256 == 0 and shape.hidden_dim % 128 == 0
-    return limits.gluon and limits.capability == (9, 0) and plain and (known or words) and divides
+    device = limits.gluon and limits.capability == (9, 0) and limits.shared_bytes >= HOPPER_SHARED_BYTES
+    return device and plain and (known or words) and divides
 
 
 def roles_block_m(problem: Problem) -> int:

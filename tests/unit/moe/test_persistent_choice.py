@@ -29,6 +29,7 @@ H200 = DeviceLimits("NVIDIA H200", (9, 0), HOPPER_SHARED_BYTES, 132, gluon=True)
 OTHERS = {
     "another Triton": replace(H200, gluon=False),
     "an older card": replace(H200, capability=(8, 0)),
+    "99 KB of shared memory": replace(H200, shared_bytes=101_376),
     "a newer card": replace(H200, capability=(12, 0), shared_bytes=101_376),
 }
 
