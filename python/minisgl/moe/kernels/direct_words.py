@@ -177,11 +177,11 @@ def _add_step(
 
 @triton.jit
 def multiply_rows(
-    x, x_row, xs, words, params, rows, here, HEIGHT: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr,
+    x, x_row, xs, words, params, rows, here, K: tl.constexpr,
     BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, ALL: tl.constexpr,
     FOURS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Float32 dot products [EXPERTS, HEIGHT] of two tiles with rows x_row of x. xs, words and params: the steps that were
+    """Float32 dot products [experts, rows] of two tiles with rows x_row of x. xs, words and params: the steps that were
     loaded before; the others are loaded here."""
     GROUPS: tl.constexpr = 0 if GROUP == 0 else BLOCK_K // GROUP
     acc_a, acc_b = None, None
@@ -284,7 +284,7 @@ def words_gate_up_kernel(
     if slot < 0:
         return
     gate, up = multiply_rows(
-        x_TD, token, xs, words, params, rows, here, BLOCK_N, 1, D, BLOCK_K, FORMAT, GROUP, HAS_ZERO, True, FOURS, ASM
+        x_TD, token, xs, words, params, rows, here, D, BLOCK_K, FORMAT, GROUP, HAS_ZERO, True, FOURS, ASM
     )  # fmt: skip
     _store_activated(gate, up, whole, activated_RF, route, n, F, FORMAT, HAS_BIAS, ACTIVATION)
 
@@ -380,7 +380,7 @@ def words_down_kernel(
     x_row = route.to(tl.int64)[:, None, None]
     xs = load_rows(activated_RF, x_row, here, PRELOAD, F, BLOCK_K, FORMAT, False, FOURS, ASM)
     rows_a, rows_b = multiply_rows(
-        activated_RF, x_row, xs, words, params, rows, here, HALF, CHOICES, F, BLOCK_K, FORMAT, GROUP, HAS_ZERO, False,
+        activated_RF, x_row, xs, words, params, rows, here, F, BLOCK_K, FORMAT, GROUP, HAS_ZERO, False,
         FOURS, ASM,
     )  # fmt: skip
     if CHUNKS == 0:  # here and not above: a pointer that waits costs registers

@@ -27,6 +27,7 @@ from minisgl.moe.kernels.roles import (
     receive,
     rings,
     send,
+    sigmoid,
     take_tile,
 )
 from minisgl.moe.kernels.word_operand import COLUMNS, PART, halves, in_order, multiply, store_layout
@@ -123,24 +124,9 @@ def _gate_up_producer(
 
 
 @gluon.jit
-def _sigmoid(x):
-    """To a few units in the last place. (Two values that share a reciprocal, as in `hopper`, would be of different rows here,
-    and a row's bits would depend on its neighbour's.)"""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 a; mul.f32 a, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 a, a; add.f32 a, a, 0f3F800000; "
-        "rcp.approx.ftz.f32 $0, a; }",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _store_activated(acc, activated_PF, first_row, first_unit, F: gl.constexpr):
     gate, up = halves(acc)
-    hidden = (gate * _sigmoid(gate) * up).to(activated_PF.dtype.element_ty)
+    hidden = (gate * sigmoid(gate) * up).to(activated_PF.dtype.element_ty)
     out: gl.constexpr = store_layout(hidden.shape[0], hidden.shape[1])
     unit = first_unit + gl.arange(0, hidden.shape[0], gl.SliceLayout(1, out))
     p = first_row + gl.arange(0, hidden.shape[1], gl.SliceLayout(0, out))

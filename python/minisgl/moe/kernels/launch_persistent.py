@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
 from minisgl.moe.base import Problem, Slab
 from minisgl.moe.kernels.launch import pdl_options, row_mode
+from minisgl.moe.kernels.launch_hopper import num_programs
 from minisgl.moe.select import PERSISTENT_ROW_BYTES, Choice, Tiles, has_gluon, persistent_programs
 from minisgl.moe.workspace import Buffers, max_blocks
 
@@ -20,12 +20,6 @@ if has_gluon():
 
 HALF = 64  # as the kernel has it: rows of weights of one instruction
 Gemms = Literal["both", "gate_up", "down"]
-
-
-@lru_cache
-def _num_multiprocessors(device: torch.device) -> int:
-    """1 where kernels are only compiled."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def gate_up_and_down(
@@ -40,7 +34,7 @@ def gate_up_and_down(
     _check(problem, choice, num_routes)
     fp8, ready = problem.format == "fp8", row_mode(problem.format) != "none"
     counter = buffers.tile_counters[1:] if gemms == "down" else buffers.tile_counters
-    persistent_kernel[(_num_multiprocessors(x_TD.device) * programs,)](
+    persistent_kernel[(num_programs(x_TD.device) * programs,)](
         buffers.x_ready(x_TD, problem.format) if ready else x_TD,
         buffers.x_scale_T if fp8 else x_TD,
         _descriptor(up),

@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.moe.kernels.roles import next_place
+from minisgl.moe.kernels.roles import next_place, sigmoid
 from minisgl.moe.kernels.stream import (
     HALF,
     RING,
@@ -83,20 +83,6 @@ def _make_codes(
 
 
 @gluon.jit
-def _sigmoid(x):
-    """Of each value by itself: neighbours in a thread belong to different rows, whose results must not depend on each other."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 a; mul.f32 a, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 a, a; add.f32 a, a, 0f3F800000; "
-        "rcp.approx.ftz.f32 $0, a; }",
-        "=f,f",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _store_split(row, activated_PF, first, column, F: gl.constexpr):
     """row: [64, BLOCK_M] from hidden unit `column` on, to rows with even columns first, then odd ones (int8). Padding, too."""
     BLOCK_M: gl.constexpr = row.shape[1]
@@ -142,7 +128,7 @@ def _up_tile(
         if BLOCK_M > AHEAD_ROWS:
             x_scale = _scales_of_x(x_scale_T, sorted_R, first, num_routes, TOP_K, BLOCK_M, part)
         gate, up = gate * x_scale[None, :], up * x_scale[None, :]
-    row = gl.convert_layout((gate * _sigmoid(gate) * up).to(activated_PF.dtype.element_ty), out)
+    row = gl.convert_layout((gate * sigmoid(gate) * up).to(activated_PF.dtype.element_ty), out)
     if FORMAT == "int8":
         _store_split(row, activated_PF, first, column, F)
     else:

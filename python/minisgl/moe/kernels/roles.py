@@ -1,6 +1,7 @@
 """Parts of kernels whose warps have roles: the ring of buffers that they share, and how tiles are handed out.
 
-A producer (four warps) fills buffers; two consumers (four warps each) multiply what is in them, each 64 rows x 256 columns.
+A producer (four warps) fills buffers; two consumers (four warps each) multiply what is in them: of `hopper`, whose products are
+here, each 64 rows x 256 columns; those of `hopper_words` are in `word_operand`, those of `persistent` in `stream`.
 A buffer has a barrier that says it is full, and one that says both consumers are done with it. Whoever goes round the ring
 carries its place and a parity: that of the round in which it is. Numbers of tiles reach the consumers through a ring of
 their own.
@@ -47,12 +48,18 @@ def next_place(at, phase, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(counter, total):
-    """The next tile, or -1. Every program is refused once, and the last one sets the counter back for the next launch."""
-    tile = gl.atomic_add(counter, 1, sem="relaxed")
-    if tile == total + gl.num_programs(0) - 1:
+def taken_tile(turn, counter, first, total):
+    """The tile of a turn of the counter, or -1. Every program is refused once, and the last one sets the counter back for the
+    next launch."""
+    if turn == total + gl.num_programs(0) - 1:
         gl.store(counter, 0)
-    return gl.where(tile < total, tile, -1)
+    return gl.where(turn < total, first + turn, -1)
+
+
+@gluon.jit
+def take_tile(counter, total):
+    """The next tile, or -1."""
+    return taken_tile(gl.atomic_add(counter, 1, sem="relaxed"), counter, 0, total)
 
 
 @gluon.jit
@@ -74,12 +81,27 @@ def send(ring, at, phase, word):
 
 @gluon.jit
 def receive(ring, at, phase):
-    """Row block << 13 | column block << 1 | whether all consumers have rows; -1: there are no more tiles."""
+    """What the producer sent of a tile, as its kernel has it; -1: there are no more."""
     tiles, sent, taken = ring
     mbarrier.wait(sent.index(at), phase)
     word = gl.max(tiles.index(at).load(SCALAR), 0)
     mbarrier.arrive(taken.index(at), count=1)
     return word
+
+
+@gluon.jit
+def sigmoid(x):
+    """To a few units in the last place, of each value by itself: where neighbours in a thread belong to different rows, whose
+    results must not depend on each other. (Where they are of one row, as in `hopper`, two can share a reciprocal.)"""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 a; mul.f32 a, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 a, a; add.f32 a, a, 0f3F800000; "
+        "rcp.approx.ftz.f32 $0, a; }",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -21,7 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from minisgl.moe.kernels.hopper import copy_layout
-from minisgl.moe.kernels.roles import WORD, next_place
+from minisgl.moe.kernels.roles import WORD, next_place, taken_tile
+from minisgl.moe.kernels.roles import place_of_tile as place_in_groups
 from minisgl.moe.kernels.tiles import unpack_int8
 
 HALF = gl.constexpr(64)  # rows of weights of one instruction; a consumer has two such halves
@@ -79,21 +80,11 @@ def receive(ring, at, phase):
 
 
 @gluon.jit
-def taken_tile(turn, counter, base, count):
-    """The tile of a turn of the counter, or -1. Every program is refused once, and the last one sets the counter back."""
-    if turn == count + gl.num_programs(0) - 1:
-        gl.store(counter, 0)
-    return gl.where(turn < count, base + turn, -1)
-
-
-@gluon.jit
 def _place(tile, num_m, NUM_N: gl.constexpr, GROUP_M: gl.constexpr):
     if GROUP_M == 1:
         return tile // NUM_N, tile % NUM_N
-    group = tile // (GROUP_M * NUM_N)
-    size = gl.minimum(num_m - group * GROUP_M, GROUP_M)
-    within = tile % (GROUP_M * NUM_N)
-    return group * GROUP_M + within % size, within // size
+    else:
+        return place_in_groups(tile, num_m, NUM_N, GROUP_M)
 
 
 @gluon.jit
