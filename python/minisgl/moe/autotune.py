@@ -2,7 +2,8 @@
 
 The two GEMMs are independent once BLOCK_M is fixed, so their tiles are measured apart and the best of each is
 combined, for every BLOCK_M that makes sense; whole steps decide between those and direct, which has to win by
-5 % because it reads weights once a route and so suffers more from an unlucky routing.
+5 % because it reads weights once a route and so suffers more from an unlucky routing. Kernels that do both GEMMs in one launch
+are measured as whole steps only.
 
 Timing never happens in a forward pass that a graph captures: see `Tuner.wants`.
 """

@@ -1,6 +1,6 @@
 """One grow-only arena for everything a MoE step writes between its first kernel and its output.
 
-Without it a step allocates eight tensors a layer. The arena is sized for a power of two of tokens, so a
+Without it a step allocates nine tensors a layer, in some formats more. The arena is sized for a power of two of tokens, so a
 handful of growths serve every later call. A replaced arena is kept alive, because a captured CUDA graph may
 still point into it. Nothing in here outlives a step: a backend runs one step at a time.
 """

@@ -3,6 +3,7 @@
     decode    place (one small kernel)    routed experts -> slots, list of the missing ones
               fetch, on a second stream   host memory -> slots, first what gate_up needs, then what down needs, while
               compute                     the routes whose experts were there run; the others follow, gate_up while down travels
+              in turn                     where kernels wait for records themselves: one stream, one wave, see `store.overlap`
     prompt    experts that are in a slot at once; the others stream through transient slots, the next layer's behind them
 
 A decode step never waits for the host, so a CUDA graph holds it, with as many waves as its tokens could need. A prompt
