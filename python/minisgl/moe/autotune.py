@@ -10,8 +10,9 @@ Timing never happens in a forward pass that a graph captures: see `Tuner.wants`.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -103,19 +104,11 @@ class Tuner:
         """The fastest choice for the case, now also in the records. Raises RuntimeError if nothing runs."""
         search = _Search(self, case)
         best: dict[str, tuple[float, Choice]] = {}
-        for choice in self._persistent(case.problem):
+        for choice in self._whole_choices(case.problem, search):
             whole = search.whole_step(choice)
             self.log(f"{problem_key(case.problem)} T={case.problem.num_tokens} {whole:.1f} us {choice}")
-            if "persistent" not in best or whole < best["persistent"][0]:
-                best["persistent"] = (whole, choice)
-        for kernel, block_m, ups, downs in candidates(case.problem, self.limits, self.most):
-            choice = search.best_tiles(kernel, block_m, ups, downs)
-            if choice is None:
-                continue
-            whole = search.whole_step(choice)
-            self.log(f"{problem_key(case.problem)} T={case.problem.num_tokens} {whole:.1f} us {choice}")
-            if kernel not in best or whole < best[kernel][0]:
-                best[kernel] = (whole, choice)
+            if whole < best.get(choice.kernel, (math.inf,))[0]:
+                best[choice.kernel] = (whole, choice)
         if not best:
             raise RuntimeError(f"no candidate runs on this device for {problem_key(case.problem)}")
         shared = [found for kernel, found in best.items() if kernel != "direct"]
@@ -125,12 +118,16 @@ class Tuner:
         self.records.add(case.problem, self.limits, choice, microseconds)
         return choice
 
-    def _persistent(self, problem: Problem) -> list[Choice]:
-        """Candidates of the kernel for both GEMMs, about to be measured as whole steps."""
-        choices = persistent_choices(problem, self.limits)
-        if choices and self.compile_ahead is not None:
-            self.compile_ahead(problem, choices)
-        return choices
+    def _whole_choices(self, problem: Problem, search: _Search) -> Iterator[Choice]:
+        """What is measured as whole steps: every candidate of the kernel for both GEMMs, and the best tiles of the others."""
+        persistent = persistent_choices(problem, self.limits)
+        if persistent and self.compile_ahead is not None:
+            self.compile_ahead(problem, persistent)
+        yield from persistent
+        for kernel, block_m, ups, downs in candidates(problem, self.limits, self.most):
+            choice = search.best_tiles(kernel, block_m, ups, downs)
+            if choice is not None:
+                yield choice
 
 
 class _Search:
@@ -141,7 +138,13 @@ class _Search:
         self.watch, self.workspace = Stopwatch(case.x_TD.device), Workspace(case.x_TD.device)
 
     def whole_step(self, choice: Choice) -> float:
-        return self.watch.time(lambda: run_step(self.case, choice, self.workspace))
+        """Microseconds; infinite where it can't run."""
+        try:
+            return self.watch.time(lambda: run_step(self.case, choice, self.workspace))
+        except Exception as error:  # as in `_measure`
+            torch.cuda.synchronize()
+            self.tuner.log(f"  {choice.kernel} BM{choice.block_m} {type(error).__name__}: {error}"[:140])
+            return math.inf
 
     def best_tiles(self, kernel: Kernel, block_m: int, ups: list[Tiles], downs: list[Tiles]) -> Choice | None:
         measured: dict[str, dict[Tiles, Timing]] = {"gate_up": {}, "down": {}}

@@ -1,6 +1,7 @@
 """Measured choices on disk: JSON files keyed by GPU, Triton version and problem, some shipped with the package.
 
-A record holds one choice for each power-of-two bucket of tokens that was measured.
+A record holds one choice for each power-of-two bucket of tokens that was measured, and where that needs kernels that not every
+Triton has ("choice"), the best of the others, too ("elsewhere").
 """
 
 from __future__ import annotations
@@ -72,10 +73,9 @@ class Records:
         buckets = entries.get(problem_key(problem)) or entries.get(problem_key(whole))
         if not buckets:
             return None
-        record = {bucket: choice_from_json(entry["choice"]) for bucket, entry in buckets.items()}
         return {
-            bucket: _possible(choice, replace(problem, num_tokens=bucket), limits)
-            for bucket, choice in record.items()
+            bucket: _possible(entry, replace(problem, num_tokens=bucket), limits)
+            for bucket, entry in buckets.items()
         }
 
     def add(self, problem: Problem, limits: DeviceLimits, choice: Choice, microseconds: float) -> None:
@@ -126,10 +126,16 @@ def without_roles(choice: Choice, problem: Problem, limits: DeviceLimits) -> Cho
     return replace(choice, gate_up=alike(choice.gate_up), down=alike(choice.down))
 
 
-def _possible(choice: Choice, problem: Problem, limits: DeviceLimits) -> Choice:
-    if choice.kernel == "persistent":
-        return choice if can_be_persistent(problem, limits) else grouped_heuristic(problem, limits)
-    return choice if can_have_roles(problem, limits) else without_roles(choice, problem, limits)
+def _possible(entry: dict[str, Any], problem: Problem, limits: DeviceLimits) -> Choice:
+    choice = choice_from_json(entry["choice"])
+    persistent = choice.kernel == "persistent"
+    if can_be_persistent(problem, limits) if persistent else can_have_roles(problem, limits):
+        return choice
+    if "elsewhere" in entry:
+        choice = choice_from_json(entry["elsewhere"])
+    elif persistent:
+        choice = grouped_heuristic(problem, limits)
+    return without_roles(choice, problem, limits)
 
 
 def _read(gpu: str, folders: Sequence[Traversable]) -> Entries:

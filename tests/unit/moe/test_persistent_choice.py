@@ -83,6 +83,22 @@ def test_a_record_gives_tiles_of_other_kernels_elsewhere(tmp_path):
     assert Records(tmp_path).lookup(wanted, elsewhere) == {64: grouped_heuristic(wanted, elsewhere)}
 
 
+@pytest.mark.parametrize("format_name", ["bf16", "fp8", "int8", "int4"])
+def test_what_is_shipped_for_other_tritons_was_measured_too(format_name):
+    """Not the heuristic's tiles, nor kernels that only one Triton has."""
+    wanted, elsewhere = problem(format_name), replace(H200, gluon=False)
+    shipped, others = Records().lookup(wanted, H200), Records().lookup(wanted, elsewhere)
+    assert shipped is not None
+    assert others is not None
+    changed = [bucket for bucket in shipped if others[bucket] != shipped[bucket]]
+    assert len(changed) >= 3
+    for bucket in changed:
+        choice = others[bucket]
+        assert choice.kernel == "grouped"
+        assert not (choice.gate_up.roles or choice.down.roles)
+        assert choice != grouped_heuristic(replace(wanted, num_tokens=bucket), elsewhere)
+
+
 @pytest.mark.parametrize("format_name", ["bf16", "fp8", "int8"])
 @pytest.mark.parametrize("tokens", [16, 64, 1024])
 def test_buffers_of_all_candidates_fit(tokens, format_name):
