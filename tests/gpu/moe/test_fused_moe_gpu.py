@@ -15,6 +15,7 @@ from minisgl.moe.kernels import launch
 from minisgl.moe.records import Records
 from minisgl.moe.select import Choice, DeviceLimits, Tiles
 from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.interpret.moe.steps import Stored, run_step, store
 from tests.moe_oracle import MoeCase, random_case, relative_error
 
@@ -182,25 +183,7 @@ def test_a_thousand_replays_with_changing_inputs_equal_eager_runs(name):
     needs_fp8(name)
     case = cuda_case(8, 4, 16, 256, 256, seed=7)
     stored, backend = store(case, name, device="cuda"), FusedMoeBackend()
-    logits = torch.randn(8, 16, device="cuda")
-
-    def layer() -> torch.Tensor:
-        routing = backend.route(logits, RoutingRule(4))
-        step = backend.begin(case.x, routing, stored.problem(case))
-        step.run(Placement(stored.slab, routing.ids_TK))
-        return step.finish()
-
-    layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer()
-    for _ in range(1000):
-        case.x.normal_()
-        logits.normal_()
-        graph.replay()
-        replayed = y.clone()
-        assert torch.equal(replayed, layer())
+    assert_replays_equal_eager_runs(backend, case, stored, replays=1000)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 64, 500])

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.moe.base import Placement, Routing, RoutingRule
+from minisgl.moe.base import Placement, Routing
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import Choice, DeviceLimits, can_have_roles, roles_tiles
 from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.interpret.moe.steps import Stored, run_step, store
 from tests.moe_oracle import MoeCase, random_case, relative_error
 
@@ -102,25 +103,7 @@ def test_replays_with_changing_routes_equal_eager_runs():
     case = cuda_case(300, 4, 8, (512, 384), torch.bfloat16, seed=4)
     stored = store(case, "none", device="cuda")
     backend = with_roles(stored, case)
-    logits = torch.randn(300, 8, device="cuda")
-
-    def layer() -> torch.Tensor:
-        routing = backend.route(logits, RoutingRule(4))
-        step = backend.begin(case.x, routing, stored.problem(case))
-        step.run(Placement(stored.slab, routing.ids_TK))
-        return step.finish()
-
-    layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer()
-    for skew in range(100):
-        case.x.normal_()
-        logits.normal_()[:, skew % 8] += skew / 10
-        graph.replay()
-        replayed = y.clone()
-        assert torch.equal(replayed, layer())
+    assert_replays_equal_eager_runs(backend, case, stored, replays=100, skew=0.1)
 
 
 def test_a_row_of_nan_stays_alone():

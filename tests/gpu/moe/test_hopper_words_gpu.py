@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.moe.base import Placement, RoutingRule
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import Choice, DeviceLimits, can_have_roles, roles_tiles
+from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.gpu.moe.test_hopper_gpu import (  # noqa: F401 (a fixture that skips)
     _needs_hopper_and_its_gluon,
     cuda_case,
@@ -85,25 +85,7 @@ def test_replays_with_changing_routes_equal_eager_runs(block_m):
     case = cuda_case(300, 4, 8, (512, 384), torch.bfloat16, seed=4)
     stored = store(case, "int4", device="cuda")
     backend = with_words(stored, case, block_m)
-    logits = torch.randn(300, 8, device="cuda")
-
-    def layer() -> torch.Tensor:
-        routing = backend.route(logits, RoutingRule(4))
-        step = backend.begin(case.x, routing, stored.problem(case))
-        step.run(Placement(stored.slab, routing.ids_TK))
-        return step.finish()
-
-    layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer()
-    for skew in range(50):
-        case.x.normal_()
-        logits.normal_()[:, skew % 8] += skew / 10
-        graph.replay()
-        replayed = y.clone()
-        assert torch.equal(replayed, layer())
+    assert_replays_equal_eager_runs(backend, case, stored, replays=50, skew=0.1)
 
 
 @pytest.mark.parametrize("block_m", [32, 128])

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.moe.base import Placement, Routing, RoutingRule
+from minisgl.moe.base import Placement, Routing
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import DeviceLimits, can_be_persistent, persistent_choice
 from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.interpret.moe.steps import Stored, run_step, store
 from tests.moe_oracle import MoeCase, random_case, relative_error
 
@@ -125,25 +126,7 @@ def test_replays_with_changing_routes_equal_eager_runs(name):
     case = cuda_case(60, 4, 8, (512, 384), torch.bfloat16, seed=4)
     stored = store(case, name, device="cuda")
     backend = persistent(stored, case)
-    logits = torch.randn(60, 8, device="cuda")
-
-    def layer() -> torch.Tensor:
-        routing = backend.route(logits, RoutingRule(4))
-        step = backend.begin(case.x, routing, stored.problem(case))
-        step.run(Placement(stored.slab, routing.ids_TK))
-        return step.finish()
-
-    layer()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer()
-    for skew in range(100):
-        case.x.normal_()
-        logits.normal_()[:, skew % 8] += skew / 10
-        graph.replay()
-        replayed = y.clone()
-        assert torch.equal(replayed, layer())
+    assert_replays_equal_eager_runs(backend, case, stored, replays=100, skew=0.1)
 
 
 @pytest.mark.parametrize("name", ["none", "fp8", "int8"])
