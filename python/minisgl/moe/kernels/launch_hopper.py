@@ -29,8 +29,9 @@ def num_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], tile: list[int]) -> Any:
-    """tile: its last dimension is one step of K, 128 bytes, as the tensor cores read swizzled rows."""
+def descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], tile: list[int]) -> Any:
+    """Of tiles as the tensor cores read swizzled rows: their last dimension is at most 128 bytes. strides: all but the last,
+    which is 1."""
     layout = NVMMASharedLayout(tile[-1] * tensor.itemsize, 8 * tensor.itemsize, len(tile))
     return TensorDescriptor(tensor, shape, [*strides, 1], tile, layout)
 
@@ -70,7 +71,7 @@ def gate_up(
     gate_up_hopper_kernel[(num_programs(x_TD.device),)](
         x_TD,
         buffers.x_scale_T if scales is not None else x_TD,
-        _descriptor(
+        descriptor(
             weights,
             [num_slots, 2, half, model_dim],
             [weights.stride(0), half * model_dim, model_dim],
@@ -99,9 +100,9 @@ def down(
     activated = buffers.activated_PF if scales is None else buffers.activated_codes_PF
     _check_numbers(problem, num_routes)
     down_hopper_kernel[(num_programs(rows_RD.device),)](
-        _descriptor(activated, list(activated.shape), [hidden_dim], [ROWS, tiles.block_k]),
+        descriptor(activated, list(activated.shape), [hidden_dim], [ROWS, tiles.block_k]),
         rows_RD if scales is None else buffers.activated_scale_P,
-        _descriptor(
+        descriptor(
             weights,
             [num_slots, model_dim, hidden_dim],
             [weights.stride(0), hidden_dim],

@@ -11,16 +11,14 @@ from minisgl.moe.kernels.launch_hopper import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     REGISTERS,
+    descriptor,
     num_programs,
 )
 from minisgl.moe.select import Choice, Tiles, has_gluon
 from minisgl.moe.workspace import Buffers, max_blocks
 
 if has_gluon():
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from minisgl.moe.kernels.hopper_words import ROWS_LAYOUT, down_words_kernel, gate_up_words_kernel
+    from minisgl.moe.kernels.hopper_words import down_words_kernel, gate_up_words_kernel
 
 CODES = 4  # in a word of 16 bits
 COLUMNS = 64  # of x in a tile of shared memory
@@ -80,17 +78,15 @@ def gate_up(
     """x_TD: rows as they are. pdl: `launch.pdl_options`."""
     words, tiles = slab.parts["gate_up"].view(torch.int16), choice.gate_up
     num_slots, rows, width = words.shape
-    tile = [1, tiles.block_n // 8, 2, 8, tiles.block_k // CODES]
     _check(problem, choice, num_routes)
     params, strides = _params(slab, "gate_up")
     gate_up_words_kernel[(num_programs(x_TD.device),)](
         x_TD,
-        TensorDescriptor(
+        descriptor(
             words,
             [num_slots, rows // 16, 2, 8, width],
-            [words.stride(0), 8 * width, rows // 2 * width, width, 1],
-            tile,
-            NVMMASharedLayout(2 * tile[-1], 16, len(tile)),
+            [words.stride(0), 8 * width, rows // 2 * width, width],
+            [1, tiles.block_n // 8, 2, 8, tiles.block_k // CODES],
         ),
         *params,
         buffers.activated_PF,
@@ -111,24 +107,16 @@ def down(
 ) -> None:  # fmt: skip
     words, tiles = slab.parts["down"].view(torch.int16), choice.down
     num_slots, model_dim, width = words.shape
-    tile = [1, tiles.block_n, tiles.block_k // CODES]
     _check(problem, choice, num_routes)
     params, strides = _params(slab, "down")
     activated = buffers.activated_PF
     down_words_kernel[(num_programs(rows_RD.device),)](
-        TensorDescriptor(
-            activated,
-            list(activated.shape),
-            [activated.shape[1], 1],
-            [piece(choice.block_m), COLUMNS],
-            ROWS_LAYOUT.value,
-        ),
-        TensorDescriptor(
+        descriptor(activated, list(activated.shape), [activated.shape[1]], [piece(choice.block_m), COLUMNS]),
+        descriptor(
             words,
             [num_slots, model_dim, width],
-            [words.stride(0), width, 1],
-            tile,
-            NVMMASharedLayout(2 * tile[-1], 16, len(tile)),
+            [words.stride(0), width],
+            [1, tiles.block_n, tiles.block_k // CODES],
         ),
         *params,
         rows_RD,

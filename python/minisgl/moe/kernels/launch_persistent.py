@@ -8,14 +8,11 @@ import torch
 
 from minisgl.moe.base import Problem, Slab
 from minisgl.moe.kernels.launch import pdl_options, row_mode
-from minisgl.moe.kernels.launch_hopper import num_programs
+from minisgl.moe.kernels.launch_hopper import descriptor, num_programs
 from minisgl.moe.select import PERSISTENT_ROW_BYTES, Choice, Tiles, has_gluon, persistent_programs
 from minisgl.moe.workspace import Buffers, max_blocks
 
 if has_gluon():
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from minisgl.moe.kernels.persistent import persistent_kernel
 
 HALF = 64  # as the kernel has it: rows of weights of one instruction
@@ -37,9 +34,9 @@ def gate_up_and_down(
     persistent_kernel[(num_programs(x_TD.device) * programs,)](
         buffers.x_ready(x_TD, problem.format) if ready else x_TD,
         buffers.x_scale_T if fp8 else x_TD,
-        _descriptor(up),
+        _weights_descriptor(up),
         x_TD if up_scale is None else up_scale,
-        _descriptor(down),
+        _weights_descriptor(down),
         x_TD if down_scale is None else down_scale,
         buffers.activated_PF,
         buffers.activated_codes_PF if fp8 else buffers.activated_PF,
@@ -65,16 +62,12 @@ def gate_up_and_down(
     )
 
 
-def _descriptor(weights: torch.Tensor) -> Any:
+def _weights_descriptor(weights: torch.Tensor) -> Any:
     """Slots of rows, in tiles of half a consumer's rows and a step of K, as the tensor cores read swizzled rows."""
     if weights.dtype == torch.int8:
         weights = weights.view(torch.int16)
-    num_slots, num_rows, width = weights.shape
-    layout = NVMMASharedLayout(PERSISTENT_ROW_BYTES, 8 * weights.itemsize, 3)
     tile = [1, HALF, PERSISTENT_ROW_BYTES // weights.itemsize]
-    return TensorDescriptor(
-        weights, [num_slots, num_rows, width], [weights.stride(0), width, 1], tile, layout
-    )
+    return descriptor(weights, list(weights.shape), [weights.stride(0), weights.shape[2]], tile)
 
 
 def _constants(tiles: Tiles, consumers: int, programs: int, device: torch.device) -> dict[str, object]:
