@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minisgl.moe.base import Placement, Routing
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import Choice, DeviceLimits, can_have_roles, roles_tiles
-from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.gpu.moe.fills import case_of_fills, check_from_poison, cuda_case, expected
 from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.interpret.moe.steps import Stored, run_step, store
-from tests.moe_oracle import MoeCase, random_case, relative_error
+from tests.moe_oracle import MoeCase, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,21 +29,8 @@ DIMS = [(256, 128), (512, 384), (2048, 768)]
 FILLS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 0, 256, 257)  # rows of each slot
 
 
-def cuda_case(
-    num_tokens: int, top_k: int, experts: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
-) -> MoeCase:
-    case = random_case(num_tokens, top_k, experts, *dims, dtype=dtype, seed=seed)
-    tensors = {name: getattr(case, name) for name in vars(case)}
-    return MoeCase(**{name: t.cuda() if t is not None else None for name, t in tensors.items()})
-
-
 def filled_case(dims: tuple[int, int], dtype: torch.dtype) -> MoeCase:
-    """Slots with the rows of FILLS, in any order; the other routes have none."""
-    case = cuda_case(500, 4, len(FILLS), dims, dtype, seed=1)
-    ids = torch.full((2000,), -1, dtype=torch.int32)
-    ids[: sum(FILLS)] = torch.repeat_interleave(torch.arange(len(FILLS)), torch.tensor(FILLS)).int()
-    order = torch.randperm(2000, generator=torch.Generator().manual_seed(2))
-    return replace(case, ids=ids[order].view(500, 4).cuda())
+    return case_of_fills(500, FILLS, dims, dtype)
 
 
 def with_roles(stored: Stored, case: MoeCase, **options: int) -> FusedMoeBackend:
@@ -56,12 +42,6 @@ def with_roles(stored: Stored, case: MoeCase, **options: int) -> FusedMoeBackend
     )
 
 
-def expected(case: MoeCase, stored: Stored) -> torch.Tensor:
-    step = TorchMoeBackend().begin(case.x, Routing(case.ids, case.weights), stored.problem(case))
-    step.run(Placement(stored.slab, case.ids))
-    return step.finish()
-
-
 @pytest.mark.parametrize("group_m", [1, 8])
 @pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize(("name", "dtype"), FORMATS)
@@ -69,12 +49,7 @@ def test_every_fill_of_a_block_agrees_with_the_definition(name, dtype, dims, gro
     case = filled_case(dims, dtype)
     stored = store(case, name, device="cuda")
     backend = with_roles(stored, case, group_m=group_m)
-    run_step(backend, case, stored)
-    backend.workspace(case.x.device).poison(0xFF)
-    y = run_step(backend, case, stored)
-    assert relative_error(y, expected(case, stored)) < stored.tolerance
-    assert backend.workspace(case.x.device).claim(stored.problem(case)).tile_counters.tolist() == [0, 0]
-    assert not y[(case.ids < 0).all(1)].any()
+    check_from_poison(case, stored, backend)
 
 
 @pytest.mark.parametrize(("name", "dtype"), FORMATS)

@@ -10,11 +10,10 @@ import torch
 
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import Choice, DeviceLimits, can_have_roles, roles_tiles
+from tests.gpu.moe.fills import check_from_poison, cuda_case, expected
 from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.gpu.moe.test_hopper_gpu import (  # noqa: F401 (a fixture that skips)
     _needs_hopper_and_its_gluon,
-    cuda_case,
-    expected,
     filled_case,
 )
 from tests.interpret.moe.steps import Stored, run_step, store
@@ -42,12 +41,7 @@ def test_every_fill_of_a_block_agrees_with_the_definition(block_m, dims, symmetr
     case = filled_case(dims, torch.bfloat16)
     stored = store(case, "int4", symmetric=symmetric, device="cuda")
     backend = with_words(stored, case, block_m)
-    run_step(backend, case, stored)
-    backend.workspace(case.x.device).poison(0xFF)
-    y = run_step(backend, case, stored)
-    assert relative_error(y, expected(case, stored)) < stored.tolerance
-    assert backend.workspace(case.x.device).claim(stored.problem(case)).tile_counters.tolist() == [0, 0]
-    assert not y[(case.ids < 0).all(1)].any()
+    check_from_poison(case, stored, backend)
 
 
 @pytest.mark.parametrize("group_m", [1, 8])

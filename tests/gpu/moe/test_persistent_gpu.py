@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from minisgl.moe.base import Placement, Routing
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import DeviceLimits, can_be_persistent, persistent_choice
-from minisgl.moe.torch_backend import TorchMoeBackend
+from tests.gpu.moe.fills import case_of_fills, check_from_poison, cuda_case, expected
 from tests.gpu.moe.replays import assert_replays_equal_eager_runs
 from tests.interpret.moe.steps import Stored, run_step, store
-from tests.moe_oracle import MoeCase, random_case, relative_error
+from tests.moe_oracle import MoeCase, relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,21 +33,8 @@ BLOCKS = [(16, 1, 2), (32, 2, 1), (64, 2, 1), (128, 2, 1)]  # rows, consumers, p
 FILLS = (1, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 96, 127, 128, 129)  # rows of each slot
 
 
-def cuda_case(
-    num_tokens: int, top_k: int, experts: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
-) -> MoeCase:
-    case = random_case(num_tokens, top_k, experts, *dims, dtype=dtype, seed=seed)
-    tensors = {name: getattr(case, name) for name in vars(case)}
-    return MoeCase(**{name: t.cuda() if t is not None else None for name, t in tensors.items()})
-
-
 def filled_case(dims: tuple[int, int], dtype: torch.dtype) -> MoeCase:
-    """Slots with the rows of FILLS, in any order; the other routes have none."""
-    case = cuda_case(250, 4, len(FILLS), dims, dtype, seed=1)
-    ids = torch.full((1000,), -1, dtype=torch.int32)
-    ids[: sum(FILLS)] = torch.repeat_interleave(torch.arange(len(FILLS)), torch.tensor(FILLS)).int()
-    order = torch.randperm(1000, generator=torch.Generator().manual_seed(2))
-    return replace(case, ids=ids[order].view(250, 4).cuda())
+    return case_of_fills(250, FILLS, dims, dtype)
 
 
 def persistent(
@@ -61,27 +46,14 @@ def persistent(
     return FusedMoeBackend(records=lambda problem, limits: {problem.num_tokens: choice})
 
 
-def expected(case: MoeCase, stored: Stored) -> torch.Tensor:
-    step = TorchMoeBackend().begin(case.x, Routing(case.ids, case.weights), stored.problem(case))
-    step.run(Placement(stored.slab, case.ids))
-    return step.finish()
-
-
-def check(case: MoeCase, stored: Stored, backend: FusedMoeBackend) -> None:
-    run_step(backend, case, stored)
-    backend.workspace(case.x.device).poison(0xFF)
-    y = run_step(backend, case, stored)
-    assert relative_error(y, expected(case, stored)) < stored.tolerance
-    assert backend.workspace(case.x.device).claim(stored.problem(case)).tile_counters.tolist() == [0, 0]
-    assert not y[(case.ids < 0).all(1)].any()
-
-
 @pytest.mark.parametrize(("block_m", "consumers", "programs"), BLOCKS)
 @pytest.mark.parametrize(("name", "dtype"), FORMATS)
 def test_every_fill_of_a_block_agrees_with_the_definition(name, dtype, block_m, consumers, programs):
     case = filled_case((512, 384), dtype)
     stored = store(case, name, device="cuda")
-    check(case, stored, persistent(stored, case, block_m, consumers, 4 if block_m >= 64 else 1, programs))
+    check_from_poison(
+        case, stored, persistent(stored, case, block_m, consumers, 4 if block_m >= 64 else 1, programs)
+    )
 
 
 @pytest.mark.parametrize("dims", [(256, 128), (2048, 768), (256, 1152)])
@@ -90,7 +62,7 @@ def test_dimensions(name, dims):
     """One step of K; a model's; more columns than are quantized at a time."""
     case = filled_case(dims, torch.bfloat16)
     stored = store(case, name, device="cuda")
-    check(case, stored, persistent(stored, case))
+    check_from_poison(case, stored, persistent(stored, case))
 
 
 @pytest.mark.parametrize("block_m", [32, 128])
