@@ -146,7 +146,7 @@ class DeviceStore(ExpertRecords):
         prefetches, following = self._overlap.prefetches, self.following
         with self.plan.promised():
             slots_TK, _ = self.plan.place_jointly(ids_TK, ahead=True)
-            if prefetches:
+            if prefetches:  # its own fetch is on the main stream; the last layer needs something to join by
                 self._overlap.begin(() if guess is not None else (_nothing,))
             chunks, programs = self.plan.fetch_in_turn(
                 self.records_EB, self.slab.records_SB, self._first_of_down
@@ -219,4 +219,4 @@ class DeviceStore(ExpertRecords):
 
 
 def _nothing() -> None:
-    pass
+    """A fetch of nothing: whoever waits for it waits for all that was on the second stream before."""
