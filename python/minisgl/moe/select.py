@@ -28,7 +28,7 @@ from minisgl.moe.workspace import (
 
 PACKED_FORMATS = ("int4", "mxfp4")
 BYTE_FORMATS = (*FP8_FORMATS, *PACKED_FORMATS, "int8")  # at most a byte a weight
-CODES_PER_WORD = {"bf16": 2, "int4": 8, "int8": 4, "fp8": 4, "fp8_block": 4}  # of 32 bits, see kernels.words
+CODES_PER_WORD = {"bf16": 2, "int4": 8, "mxfp4": 8, "int8": 4, "fp8": 4, "fp8_block": 4}  # see kernels.words
 Threshold = int | Literal["auto"]
 Kernel = Literal["grouped", "few_rows", "persistent", "direct"]
 FEW_ROWS_PAIR = {

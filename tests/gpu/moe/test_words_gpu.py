@@ -9,6 +9,7 @@ import torch
 
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import Choice, Tiles
+from tests.gpu.moe.fills import EXTREME_SCALES, check_every_code
 from tests.gpu.moe.test_fused_moe_gpu import cuda_case, expected, needs_fp8
 from tests.interpret.moe.steps import run_step, store
 from tests.moe_oracle import relative_error
@@ -22,6 +23,7 @@ FOURS = {
     "fp8": (Tiles(4, 512, 1, preload=2), Tiles(8, 256, 2)),
     "fp8_block": (Tiles(4, 512, 1), Tiles(8, 256, 2)),
     "int4": (Tiles(4, 1024, 1), Tiles(8, 256, 1, preload=2)),
+    "mxfp4": (Tiles(4, 1024, 1), Tiles(8, 256, 1, preload=2)),
 }
 SINGLES = Tiles(4, 128, 4), Tiles(8, 128, 4)
 FORMATS = [
@@ -32,6 +34,7 @@ FORMATS = [
     ("int4", 128, True),
     ("int4", 128, False),
     ("int4", 32, False),
+    ("mxfp4", 32, True),
 ]
 
 
@@ -89,3 +92,12 @@ def test_rows_of_x_that_start_anywhere(monkeypatch):
     backend = backend_with(FOURS["int4"], monkeypatch)
     aligned = run_step(backend, case, stored)
     assert torch.equal(run_step(backend, replace(case, x=moved), stored), aligned)
+
+
+@pytest.mark.parametrize("tiles", [(Tiles(4, 256, 1), Tiles(8, 128, 1)), SINGLES])
+@pytest.mark.parametrize("scale", EXTREME_SCALES)
+def test_every_code_of_mxfp4_with_extreme_scales(scale, tiles):
+    choice = Choice("direct", 1, *tiles)
+    check_every_code(
+        scale, 16, lambda stored, case: FusedMoeBackend(records=lambda p, limits: {p.num_tokens: choice})
+    )

@@ -17,6 +17,7 @@ FORMATS = [
     ("int4", 128, True),
     ("int4", 64, False),
     ("int4", 32, True),
+    ("mxfp4", 32, True),
 ]
 
 
@@ -42,7 +43,7 @@ def test_every_format_agrees_with_float64(name, group, symmetric, dtype, preload
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize(("name", "group"), [("int8", 0), ("fp8_block", 128), ("int4", 32)])
+@pytest.mark.parametrize(("name", "group"), [("int8", 0), ("fp8_block", 128), ("int4", 32), ("mxfp4", 32)])
 def test_waves_give_the_bits_of_one_wave(name, group, top_k, monkeypatch):
     case = random_case(3, top_k, 5, 128, 128, dtype=torch.float16, seed=2)
     stored = store(case, name, group or 128)
@@ -52,7 +53,7 @@ def test_waves_give_the_bits_of_one_wave(name, group, top_k, monkeypatch):
         assert torch.equal(run_step(backend, case, stored, waves=waves), resident)
 
 
-@pytest.mark.parametrize(("name", "group"), [("int8", 0), ("fp8", 0), ("int4", 32)])
+@pytest.mark.parametrize(("name", "group"), [("int8", 0), ("fp8", 0), ("int4", 32), ("mxfp4", 32)])
 def test_blocks_that_divide_neither_dimension_and_biases(name, group, monkeypatch):
     case = random_case(2, 2, 3, 96, 160, bias=True, seed=3)
     stored = store(case, name, group or 128)

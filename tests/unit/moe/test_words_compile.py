@@ -23,7 +23,7 @@ from minisgl.moe.select import Choice, DeviceLimits, Tiles, direct_heuristic  # 
 from tests.unit.moe.test_place_compile import NamedTarget, spilled_bytes  # noqa: E402
 
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232_448, 132)
-GROUPS = {"int4": 128, "fp8_block": 128}
+GROUPS = {"int4": 128, "mxfp4": 32, "fp8_block": 128}
 
 
 def problem(format_name: str, model_dim: int = 2048, hidden_dim: int = 768) -> Problem:
@@ -55,7 +55,7 @@ def layouts_of_fours(ttgir: str) -> list[str]:
     return [named[name] for line in lines for name in re.findall(r"tensor<[^#]*, (#\w+)>", line)]
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "int8", "fp8", "int4", "fp8_block"])
+@pytest.mark.parametrize("format_name", ["bf16", "int8", "fp8", "int4", "mxfp4", "fp8_block"])
 def test_four_words_of_a_row_are_one_threads(format_name, compiled, tmp_path):
     task = problem(format_name)
     choice = direct_heuristic(task, H200)
@@ -71,7 +71,7 @@ def test_four_words_of_a_row_are_one_threads(format_name, compiled, tmp_path):
             assert lanes is not None and int(lanes[1]) >= 4  # a quad lies in one row
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("format_name", ["bf16", "int8", "fp8", "mxfp4"])
 def test_tails_do_not_spill(format_name, compiled, tmp_path):
     task = problem(format_name, 2880, 1408)
     compile_choice(CompileTask(task, direct_heuristic(task, H200)))
@@ -109,13 +109,13 @@ def test_bytes_are_multiplied_by_tensor_cores_where_a_thread_has_four_words(form
             assert ("mma.sync" in kernel.asm["ptx"]) == (choice.gate_up != singles)
 
 
-@pytest.mark.parametrize("format_name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("format_name", ["bf16", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("gemm", ["gate_up", "down"])
 def test_candidates_leave_four_words_for_every_thread(format_name, gemm):
     task, experts = problem(format_name), {"gate_up": 1, "down": 8}[gemm]
     found = [tiles for tiles in direct_tiles(task, H200, gemm) if not tiles.wide]
     assert len(found) > 10
-    per_word = {"bf16": 2, "int8": 4, "int4": 8}[format_name]
+    per_word = {"bf16": 2, "int8": 4, "int4": 8, "mxfp4": 8}[format_name]
     assert all(experts * tiles.block_k // per_word >= 128 * tiles.num_warps for tiles in found)
 
 

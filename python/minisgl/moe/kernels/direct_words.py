@@ -31,6 +31,7 @@ from minisgl.moe.kernels.words import (
     row_parameters,
     within,
 )
+from minisgl.moe.kernels.words_mxfp4 import dot_two_mxfp4
 
 
 @triton.jit
@@ -158,10 +159,13 @@ def _load_x_step(
 def _add_step(
     acc_a, acc_b, words, params, x, FORMAT: tl.constexpr, GROUPS: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """acc (None: zero) plus one step; with groups acc has a column a group, else one a word or four words."""
-    x, sums = prepared(x, FORMAT, FOURS, ASM)
-    dot_a, dot_b = dot_two(words[0], words[1], x, sums, FORMAT, FOURS, ASM)
-    if GROUPS > 0:
+    """acc (None: zero) plus one step; with groups acc has a column a group, else (and of mxfp4) one a word or four words."""
+    if FORMAT == "mxfp4":
+        dot_a, dot_b = dot_two_mxfp4(words[0], words[1], params[0], params[1], x, FOURS)
+    else:
+        x, sums = prepared(x, FORMAT, FOURS, ASM)
+        dot_a, dot_b = dot_two(words[0], words[1], x, sums, FORMAT, FOURS, ASM)
+    if GROUPS > 0 and FORMAT != "mxfp4":
         dot_a, dot_b = by_group(dot_a, GROUPS), by_group(dot_b, GROUPS)
         if FORMAT == "int4":
             sums = by_group(sums, GROUPS)
@@ -249,9 +253,8 @@ def words_gate_up_kernel(
     route, pid_n = tl.program_id(0), tl.program_id(1)
     n, here = pid_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.full((1, 1, 1), True, tl.int1)
     gate_n = tl.minimum(n, F - 1)
-    if (
-        CHUNKS > 0
-    ):  # not for the kernels ahead, plan and copy: when they began, all before the router had ended
+    # Not for the kernels ahead, plan and copy: when they began, all before the router had ended.
+    if CHUNKS > 0:
         word = await_word(slots_R + route, True)
         start_next(PDL)
         slot, turn = place_of_route(word), turn_of_route(word)
@@ -274,9 +277,8 @@ def words_gate_up_kernel(
     whole = row_parameters(
         scales + held * stride_scale_s, bias + held * stride_bias_s, gate_n, gate_n + F, FORMAT, HAS_BIAS
     )
-    if (
-        pid_n == 0
-    ):  # not earlier: store and branch keep the compiler from spreading the loads over the arithmetic
+    # Not earlier: store and branch keep the compiler from spreading the loads over the arithmetic.
+    if pid_n == 0:
         if FIRST_WAVE:
             tl.store(served_R + route, (slot >= 0).to(tl.int8))
         elif slot >= 0:

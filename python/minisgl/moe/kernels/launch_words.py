@@ -12,7 +12,7 @@ from minisgl.moe.base import Placement, Problem, Slab
 from minisgl.moe.kernels import launch
 from minisgl.moe.kernels.direct_words import words_down_kernel, words_gate_up_kernel
 from minisgl.moe.kernels.launch import pdl_options, weight_args
-from minisgl.moe.select import CODES_PER_WORD, Tiles, reads_words
+from minisgl.moe.select import CODES_PER_WORD, PACKED_FORMATS, Tiles, reads_words
 from minisgl.moe.workspace import Buffers, next_power_of_two
 
 
@@ -29,7 +29,7 @@ def _group(slab: Slab, name: str, num_cols: int) -> int:
     """Columns that share a scale; 0: all of a row."""
     if slab.format == "fp8_block":
         return 128
-    return num_cols // slab.parts[f"{name}_scale"].shape[-1] if slab.format == "int4" else 0
+    return num_cols // slab.parts[f"{name}_scale"].shape[-1] if slab.format in PACKED_FORMATS else 0
 
 
 def word_args(slab: Slab, name: str, tiles: Tiles) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:

@@ -171,7 +171,7 @@ def mxfp4_scale(exponent, ASM: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(codes):
+def e2m1(codes):
     """float32 of E2M1 codes 0..15 (sign, two exponent bits, one mantissa bit)."""
     magnitude = codes & 7
     exponent, mantissa = magnitude >> 1, magnitude & 1
@@ -195,10 +195,10 @@ def unpack_mxfp4(words, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
         )
     else:
         wide = words.to(tl.int32)
-        a = (_e2m1(wide & 15) * scale).to(DTYPE)
-        b = (_e2m1(wide >> 4 & 15) * scale).to(DTYPE)
-        c = (_e2m1(wide >> 8 & 15) * scale).to(DTYPE)
-        d = (_e2m1(wide >> 12 & 15) * scale).to(DTYPE)
+        a = (e2m1(wide & 15) * scale).to(DTYPE)
+        b = (e2m1(wide >> 4 & 15) * scale).to(DTYPE)
+        c = (e2m1(wide >> 8 & 15) * scale).to(DTYPE)
+        d = (e2m1(wide >> 12 & 15) * scale).to(DTYPE)
     return a, b, c, d
 
 

@@ -67,7 +67,7 @@ def _int4_asm() -> str:
     return "\n".join([*lines, "mov.f32 $0, s;", "}"])
 
 
-_DIAGONAL = [  # on: this lane has the element of the diagonal; odd: it is the second of the lane's two columns
+DIAGONAL = [  # on: this lane has the element of the diagonal; odd: it is the second of the lane's two columns
     ".reg .b32 lane, column, row, bit;",
     ".reg .pred on, odd;",
     "mov.u32 lane, %laneid;",
@@ -77,14 +77,14 @@ _DIAGONAL = [  # on: this lane has the element of the diagonal; odd: it is the s
     "and.b32 bit, lane, 4;",
     "setp.ne.u32 odd, bit, 0;",
 ]
-_PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{d0, d1, d2, d3}}, {{{}}}, {{{}, {}}}, {{d0, d1, d2, d3}};"
-_HALF_PRODUCT = _PRODUCT.replace(".bf16.bf16.", ".f16.f16.")
-_ZEROS = [f"mov.f32 d{i}, 0f00000000;" for i in range(4)]
+PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{d0, d1, d2, d3}}, {{{}}}, {{{}, {}}}, {{d0, d1, d2, d3}};"
+_HALF_PRODUCT = PRODUCT.replace(".bf16.bf16.", ".f16.f16.")
+ZEROS = [f"mov.f32 d{i}, 0f00000000;" for i in range(4)]
 
 
 def _quad_asm() -> str:
     """Words $8 .. $11 of one tile and $12 .. $15 of another, pairs $16 .. $31 of bf16: sums $0 and $4 of the quad's rows."""
-    lines = ["{", ".reg .b32 t, a0, a1, a2, a3;", ".reg .f32 d0, d1, d2, d3;", *_ZEROS]
+    lines = ["{", ".reg .b32 t, a0, a1, a2, a3;", ".reg .f32 d0, d1, d2, d3;", *ZEROS]
     for word, nibble in itertools.product((0, 2), range(4)):
         for i in range(4):  # a0 and a2 are columns of the first tile's row, a1 and a3 of the second's
             source = f"${8 + 4 * (i % 2) + word + i // 2}"
@@ -93,8 +93,8 @@ def _quad_asm() -> str:
                 source = "t"
             lines.append(f"lop3.b32 a{i}, {source}, 0x000F000F, 0x43004300, 0xEA;")
         pair = 16 + 4 * nibble + word  # neighbouring registers of one load, so nothing has to be moved
-        lines.append(_PRODUCT.format("a0, a1, a2, a3", f"${pair}", f"${pair + 1}"))
-    lines += [*_DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 d2, d3, d2, odd;"]
+        lines.append(PRODUCT.format("a0, a1, a2, a3", f"${pair}", f"${pair + 1}"))
+    lines += [*DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 d2, d3, d2, odd;"]
     lines += ["selp.f32 $0, d0, 0f00000000, on;", "selp.f32 $4, d2, 0f00000000, on;"]
     lines += [f"mov.f32 ${i}, 0f00000000;" for i in (1, 2, 3, 5, 6, 7)]
     return "\n".join([*lines, "}"])
@@ -102,17 +102,17 @@ def _quad_asm() -> str:
 
 def _quad_sum_asm() -> str:
     """$0 = sum of the quad's activations, pairs $4 .. $19 of bf16; $1 .. $3 = 0."""
-    lines = ["{", ".reg .b32 one;", ".reg .f32 d0, d1, d2, d3;", "mov.b32 one, 0x3F803F80;", *_ZEROS]
+    lines = ["{", ".reg .b32 one;", ".reg .f32 d0, d1, d2, d3;", "mov.b32 one, 0x3F803F80;", *ZEROS]
     for pair in range(4, 20, 2):
-        lines.append(_PRODUCT.format("one, one, one, one", f"${pair}", f"${pair + 1}"))
-    lines += [*_DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 $0, d0, 0f00000000, on;"]
+        lines.append(PRODUCT.format("one, one, one, one", f"${pair}", f"${pair + 1}"))
+    lines += [*DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 $0, d0, 0f00000000, on;"]
     return "\n".join([*lines, *(f"mov.f32 ${i}, 0f00000000;" for i in (1, 2, 3)), "}"])
 
 
 def _float16_asm(int8: bool) -> str:
     """Pairs of bf16 $16 .. $23, times a power of two, as float16 $0 .. $7; $8: what undoes it on the diagonal, 0 elsewhere.
     int8: $12 is minus the sum of the quad's activations times the offset of codes, on the diagonal."""
-    lines = ["{", ".reg .b32 m, t, e, s, low, high, one, nz;", ".reg .f32 d0, d1, d2, d3, back;", *_DIAGONAL]
+    lines = ["{", ".reg .b32 m, t, e, s, low, high, one, nz;", ".reg .f32 d0, d1, d2, d3, back;", *DIAGONAL]
     lines.append("mov.b32 nz, 0x80008000;")
     lines.append("abs.bf16x2 m, $16;")
     for i in range(17, 24):
@@ -130,7 +130,7 @@ def _float16_asm(int8: bool) -> str:
         lines.append(f"cvt.rn.f16x2.f32 ${i}, high, low;")
     lines += ["mov.f32 $8, back;", *(f"mov.f32 ${i}, 0f00000000;" for i in (9, 10, 11, 13, 14, 15))]
     if int8:
-        lines += ["mov.b32 one, 0x3C003C00;", *_ZEROS]
+        lines += ["mov.b32 one, 0x3C003C00;", *ZEROS]
         lines += [_HALF_PRODUCT.format("one, one, one, one", f"${i}", f"${i + 1}") for i in range(0, 8, 2)]
         lines += ["selp.f32 d0, d1, d0, odd;", "mul.rn.f32 d0, d0, back;"]
         lines.append("mul.rn.f32 $12, d0, 0fC4900000;")  # -(1024 + 128)
@@ -147,7 +147,7 @@ def _byte_quad_asm(int8: bool) -> str:
         ".reg .b16 low, high;",
         ".reg .b32 u, a0, a1, a2, a3;",
         ".reg .f32 d0, d1, d2, d3;",
-        *_ZEROS,
+        *ZEROS,
     ]
     for word in range(4):
         for tile in range(2):  # a0 and a2 are columns of the first tile's row, a1 and a3 of the second's
@@ -162,7 +162,7 @@ def _byte_quad_asm(int8: bool) -> str:
                 lines.append(f"cvt.rn.f16x2.e4m3x2 a{2 + tile}, high;")
         pair = 16 + 2 * word
         lines.append(_HALF_PRODUCT.format("a0, a1, a2, a3", f"${pair}", f"${pair + 1}"))
-    lines += [*_DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 d2, d3, d2, odd;"]
+    lines += [*DIAGONAL, "selp.f32 d0, d1, d0, odd;", "selp.f32 d2, d3, d2, odd;"]
     for output, d in ((0, "d0"), (4, "d2")):
         lines.append(f"fma.rn.f32 ${output}, {d}, $24, $28;" if int8 else f"mul.rn.f32 ${output}, {d}, $24;")
     lines += [f"mov.f32 ${i}, 0f00000000;" for i in (1, 2, 3, 5, 6, 7)]
@@ -187,7 +187,7 @@ _QUAD_SUM_CONSTRAINTS = tl.constexpr(",".join(["=&f"] * 4 + ["r"] * 16))
 @triton.constexpr_function
 def per_word(format_name):
     """Weights a word."""
-    return {"int4": 8, "bf16": 2}.get(format_name, 4)
+    return {"int4": 8, "mxfp4": 8, "bf16": 2}.get(format_name, 4)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def load_x(
 ):  # fmt: skip
     """What meets the words number `word` of row `row` (int64) of x, as a tuple of tiles: float32, one a code of the word;
     with FOURS four of int32, pairs of bf16. Zero where not inside."""
-    if FORMAT == "int4":
+    if (FORMAT == "int4") or (FORMAT == "mxfp4"):
         at = word // 4 * 16 + word % 4
         if ASM:
             pairs = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + at)
