@@ -220,7 +220,7 @@ def block_m_candidates(problem: Problem) -> list[int]:
 def _roles_blocks(problem: Problem, limits: DeviceLimits) -> tuple[int, ...]:
     if not can_have_roles(problem, limits):
         return ()
-    return (16, 32, ROLES_BLOCK_M) if problem.format == "int4" else (ROLES_BLOCK_M,)
+    return (16, 32, ROLES_BLOCK_M) if problem.format in PACKED_FORMATS else (ROLES_BLOCK_M,)
 
 
 def spread(tiles: Iterator[Tiles], most: int) -> list[Tiles]:

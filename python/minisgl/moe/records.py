@@ -18,6 +18,7 @@ import triton
 
 from minisgl.moe.base import Problem
 from minisgl.moe.select import (
+    PACKED_FORMATS,
     Choice,
     DeviceLimits,
     Record,
@@ -114,10 +115,10 @@ class Records:
 
 
 def without_roles(choice: Choice, problem: Problem, limits: DeviceLimits) -> Choice:
-    """The same tiles for the kernels whose warps are all alike; of int4, which they couldn't hold, the heuristic's."""
+    """The same tiles for the kernels whose warps are all alike; of 4-bit weights, which they couldn't hold, the heuristic's."""
     if not (choice.gate_up.roles or choice.down.roles):
         return choice
-    if problem.format == "int4":
+    if problem.format in PACKED_FORMATS:
         return grouped_heuristic(problem, replace(limits, gluon=False))
 
     def alike(tiles: Tiles) -> Tiles:

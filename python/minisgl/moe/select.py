@@ -50,9 +50,9 @@ class Tiles:
 
     block_k counts weights along K. group_m, swap, tma: grouped only (tma also direct with wide). wide: the direct
     kernel multiplies on the tensor cores. preload: K steps that the direct down kernel, and those for few rows, ask for
-    ahead. tiles_n: column tiles a grouped program works on one after the other. roles: warps of a grouped
-    program load or multiply, see `kernels.hopper` and, for int4, `kernels.hopper_words`. The two GEMMs of the persistent
-    kernel share all but block_n.
+    ahead. tiles_n: column tiles a grouped program works on one after the other. roles: warps of a grouped program load
+    or multiply, see `kernels.hopper` and, of 4 bits, `kernels.hopper_words`. The two GEMMs of the persistent kernel
+    share all but block_n.
     """
 
     block_n: int
@@ -251,10 +251,8 @@ _HOPPER = {
     ("int4", "small"): (Tiles(128, 128, 4, 3), Tiles(128, 128, 4, 3, swap=True)),
     ("native", "large"): (Tiles(128, 64, 8, 4, 8), Tiles(256, 64, 8, 4, 8)),
     ("fp8", "large"): (Tiles(128, 128, 8, 4, 8), Tiles(128, 128, 4, 3, 8)),
-    ("fp8_block", "large"): (
-        Tiles(64, 128, 8, 4, 8),
-        Tiles(128, 128, 8, 4, 8),
-    ),  # two accumulators in registers
+    # Two accumulators in registers.
+    ("fp8_block", "large"): (Tiles(64, 128, 8, 4, 8), Tiles(128, 128, 8, 4, 8)),
     ("int8", "large"): (Tiles(64, 64, 4, 4, 8, swap=True), Tiles(128, 64, 4, 4, 8, swap=True)),
     ("int4", "large"): (Tiles(128, 64, 8, 3, 8, swap=True), Tiles(256, 64, 8, 3, 8, swap=True)),
 }
@@ -267,7 +265,8 @@ def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
         tiles = Tiles(64, 64, 4)
         return Choice("grouped", block_m, tiles, tiles)
     if limits.capability == (9, 0) and problem.dtype != torch.float32:
-        if can_have_roles(problem, limits) and (problem.format == "int4" or block_m == ROLES_BLOCK_M):
+        packed = problem.format in PACKED_FORMATS
+        if can_have_roles(problem, limits) and (packed or block_m == ROLES_BLOCK_M):
             block_m = roles_block_m(problem)
             return Choice("grouped", block_m, *roles_tiles(problem, block_m))
         return _hopper_heuristic(problem, block_m)
@@ -284,32 +283,36 @@ def grouped_heuristic(problem: Problem, limits: DeviceLimits) -> Choice:
 
 
 def can_have_roles(problem: Problem, limits: DeviceLimits) -> bool:
-    """Whether `kernels.hopper` or, for int4, `kernels.hopper_words` can multiply: no biases, SwiGLU, and sizes that its tiles
-    divide."""
-    shape, plain = problem.shape, not problem.shape.bias and problem.activation == "silu"
-    known = problem.format in ("bf16", "fp16", "fp8") and problem.dtype != torch.float32
-    words = problem.format == "int4" and problem.group_size == 128 and problem.dtype == torch.bfloat16
-    divides = shape.model_dim % 256 == 0 and shape.hidden_dim % 128 == 0
-    device = limits.gluon and limits.capability == (9, 0) and limits.shared_bytes >= HOPPER_SHARED_BYTES
-    return device and plain and (known or words) and divides
+    """Whether `kernels.hopper` or, of 4 bits, `kernels.hopper_words` can multiply: no biases, SwiGLU, and sizes that its
+    tiles divide; of mxfp4 also what gpt-oss has."""
+    shape, dtype = problem.shape, problem.dtype
+    if not (limits.gluon and limits.capability == (9, 0) and limits.shared_bytes >= HOPPER_SHARED_BYTES):
+        return False
+    if problem.format == "mxfp4":
+        divides = shape.model_dim % 64 == 0 and shape.hidden_dim % 64 == 0
+        return dtype == torch.bfloat16 and divides and problem.activation in ("silu", "gpt_oss")
+    known = problem.format in ("bf16", "fp16", "fp8") and dtype != torch.float32
+    words = problem.format == "int4" and problem.group_size == 128 and dtype == torch.bfloat16
+    plain = not shape.bias and problem.activation == "silu"
+    return plain and (known or words) and shape.model_dim % 256 == 0 and shape.hidden_dim % 128 == 0
 
 
 def roles_block_m(problem: Problem) -> int:
-    """Rows a block: of int4, which reads as many as there are, what holds all rows of most slots."""
-    few = problem.format == "int4" and problem.rows_per_slot <= WORDS_FEW_ROWS
+    """Rows a block: with 4-bit weights, for which as many are read as there are, what holds all rows of most slots."""
+    few = problem.format in PACKED_FORMATS and problem.rows_per_slot <= WORDS_FEW_ROWS
     return min(32 if few else ROLES_BLOCK_M, largest_block_m(problem.num_tokens))
 
 
 def roles_tiles(problem: Problem, block_m: int = ROLES_BLOCK_M) -> tuple[Tiles, Tiles]:
-    """256 rows of weights, and as many stages as fit. A step is 128 bytes of a row, of int4 with large blocks 64."""
-    int4, few = problem.format == "int4", block_m <= 32
+    """256 rows of weights, and as many stages as fit. A step is 128 bytes of a row, of 4-bit weights with large blocks 64."""
+    packed, few = problem.format in PACKED_FORMATS, block_m <= 32
     tiles = []
     for size, block_n in ((problem.shape.model_dim, 128), (problem.shape.hidden_dim, 256)):
-        block_k = 128 if int4 or problem.format in FP8_FORMATS else 64
-        if int4 and few and size % 256 == 0:
+        block_k = 128 if packed or problem.format in FP8_FORMATS else 64
+        if packed and few and size % 256 == 0:
             block_k = 256
-        stages = 8 if int4 and few and block_k == 128 else 4
-        tiles.append(Tiles(block_n, block_k, 4, stages, 8 if int4 and not few else 1, tma=True, roles=True))
+        stages = 8 if packed and few and block_k == 128 else 4
+        tiles.append(Tiles(block_n, block_k, 4, stages, 8 if packed and not few else 1, tma=True, roles=True))
     return tiles[0], tiles[1]
 
 

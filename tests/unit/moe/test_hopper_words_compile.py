@@ -1,5 +1,5 @@
-"""int4 kernels whose warps have roles compile for Hopper as they are meant: weights stay in the registers they were loaded
-into, and products overlap."""
+"""Kernels of 4-bit weights whose warps have roles compile for Hopper as they are meant: weights stay in the registers they were
+loaded into, and products overlap."""
 
 from __future__ import annotations
 
@@ -32,10 +32,19 @@ def remarks(kernel: Any, tmp_path) -> str:
 
 
 @pytest.mark.parametrize("compiled", [90], indirect=True)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("format_name", "group", "symmetric"), [("int4", 128, True), ("int4", 128, False), ("mxfp4", 32, True)]
+)
 @pytest.mark.parametrize("block_m", [16, 32, 128])
-def test_weights_go_from_loads_into_products_that_overlap(block_m, symmetric, compiled, tmp_path):  # noqa: F811
-    wanted = Problem(4096, 8, 128, ExpertShape(2048, 768), "int4", torch.bfloat16, "silu", 128)
+def test_weights_go_from_loads_into_products_that_overlap(
+    block_m,
+    format_name,
+    group,
+    symmetric,
+    compiled,  # noqa: F811
+    tmp_path,
+):
+    wanted = Problem(4096, 8, 128, ExpertShape(2048, 768), format_name, torch.bfloat16, "silu", group)
     compile_choice(CompileTask(wanted, Choice("grouped", block_m, *roles_tiles(wanted, block_m)), symmetric))
     assert set(compiled) == {"gate_up_words_kernel", "down_words_kernel"}
     for kernel in compiled.values():

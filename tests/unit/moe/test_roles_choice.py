@@ -38,7 +38,7 @@ REFUSED = {
     "int8": problem("int8"),
     "int4 in groups of 64": problem("int4", group_size=64),
     "int4 and float16": problem("int4", dtype=torch.float16),
-    "mxfp4": problem("mxfp4"),
+    "mxfp4 and float16": problem("mxfp4", dtype=torch.float16),
     "block scales": problem("fp8_block"),
     "float32": problem("fp32", dtype=torch.float32),
     "biases": problem(shape=ExpertShape(2048, 768, bias=True)),
@@ -69,16 +69,18 @@ def test_offered_on_hopper_for_blocks_of_128_rows(format_name):
 @pytest.mark.parametrize(
     ("num_tokens", "block_m"), [(80, 32), (256, 32), (512, 128), (1024, 128), (4096, 128)]
 )
-def test_of_int4_offered_from_a_few_rows_a_slot_on(num_tokens, block_m):
-    wanted = problem("int4", num_tokens=num_tokens)
+@pytest.mark.parametrize("format_name", ["int4", "mxfp4"])
+def test_of_4_bit_weights_offered_from_a_few_rows_a_slot_on(format_name, num_tokens, block_m):
+    wanted = problem(format_name, num_tokens=num_tokens)
     assert offered(wanted, H200)
     assert select(wanted, H200).block_m == block_m
     for limits in OTHERS.values():
         assert not offered(wanted, limits)
 
 
-def test_a_record_of_int4_with_roles_gives_the_heuristic_s_tiles_elsewhere(tmp_path):
-    wanted = problem("int4")
+@pytest.mark.parametrize("format_name", ["int4", "mxfp4"])
+def test_a_record_of_4_bit_weights_with_roles_gives_the_heuristic_s_tiles_elsewhere(tmp_path, format_name):
+    wanted = problem(format_name)
     choice = Choice("grouped", 128, *roles_tiles(wanted))
     card = replace(H200, name="some card")
     Records(tmp_path).add(wanted, card, choice, 1.0)

@@ -315,7 +315,7 @@ def gate_up(
     mode, units = row_mode(problem.format), sum_units(problem, choice)
     x_ready_TD = x_TD if mode == "none" else buffers.x_ready(x_TD, problem.format)
     if tiles.roles:
-        with_roles = launch_hopper_words if problem.format == "int4" else launch_hopper
+        with_roles = launch_hopper_words if problem.format in PACKED_FORMATS else launch_hopper
         with_roles.gate_up(x_ready_TD, slab, problem, choice, num_routes, buffers, pdl_options(x_TD.device))
         return
     args = weight_args(slab, "gate_up", tiles)
@@ -353,7 +353,7 @@ def down(
 ) -> None:
     tiles, shape = choice.down, problem.shape
     if tiles.roles:
-        with_roles = launch_hopper_words if problem.format == "int4" else launch_hopper
+        with_roles = launch_hopper_words if problem.format in PACKED_FORMATS else launch_hopper
         with_roles.down(rows_RD, slab, problem, choice, num_routes, buffers, pdl_options(rows_RD.device))
         return
     args = weight_args(slab, "down", tiles)

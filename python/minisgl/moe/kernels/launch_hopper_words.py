@@ -39,12 +39,13 @@ def _constants(
         "D": problem.shape.model_dim,
         "F": problem.shape.hidden_dim,
         "HAS_ZERO": f"{name}_zero" in slab.parts,
+        "HAS_BIAS": f"{name}_bias" in slab.parts,
         "BLOCK_M": choice.block_m,
         "PIECE": piece(choice.block_m),
         "BLOCK_K": tiles.block_k,
         "GROUP_M": tiles.group_m,
         "STAGES": tiles.num_stages,
-        "LATE": choice.block_m <= FEW_ROWS,
+        "LATE": problem.format == "int4" and choice.block_m <= FEW_ROWS,
         "PRODUCER_REGS": PRODUCER_REGISTERS,
         "CONSUMER_REGS": CONSUMER_REGISTERS,
         "num_warps": tiles.num_warps,
@@ -53,14 +54,18 @@ def _constants(
     }
 
 
-def _params(slab: Slab, name: str) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """Scales and zeros (scales again where there are none), and their strides from slot to slot, zeros' in int32."""
-    scales, zeros = slab.parts[f"{name}_scale"], slab.parts.get(f"{name}_zero")
-    if zeros is None:
-        return (scales, scales), (scales.stride(0), 0)
-    assert zeros.stride(0) % 4 == 0 and zeros.data_ptr() % 4 == 0, "zeros are read four at a time"
-    fours = zeros.flatten(1).view(torch.int32)
-    return (scales, fours), (scales.stride(0), fours.stride(0))
+def _params(slab: Slab, name: str) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Scales, zeros and biases (scales again where there are none), and their strides from slot to slot, zeros' in int32."""
+    scales, zeros, bias = (slab.parts.get(f"{name}_{part}") for part in ("scale", "zero", "bias"))
+    assert scales is not None
+    if slab.format == "mxfp4":
+        assert scales.stride(0) % 4 == 0 and scales.data_ptr() % 4 == 0, "scales are read four at a time"
+        scales = scales.flatten(1).view(torch.uint32)
+    if zeros is not None:
+        assert zeros.stride(0) % 4 == 0 and zeros.data_ptr() % 4 == 0, "zeros are read four at a time"
+        zeros = zeros.flatten(1).view(torch.int32)
+    tensors = [scales if part is None else part for part in (scales, zeros, bias)]
+    return tuple(tensors), tuple(part.stride(0) for part in tensors)
 
 
 def _check(problem: Problem, choice: Choice, num_routes: int) -> None:
@@ -97,6 +102,7 @@ def gate_up(
         num_routes,
         *strides,
         TOP_K=problem.top_k,
+        ACTIVATION=problem.activation,
         **_constants(problem, slab, choice, "gate_up", pdl),
     )
 

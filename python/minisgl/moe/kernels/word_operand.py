@@ -1,4 +1,4 @@
-"""int4 weights as the operand that Hopper's tensor cores take from registers; what `hopper_words` multiplies with.
+"""4-bit weights as the operand that Hopper's tensor cores take from registers; what `hopper_words` multiplies with.
 
 Of an asynchronous product of a warp group, 64 x N x 16, only the first operand may come from registers, so the result is
 transposed: its rows are rows of weights, its N columns rows of x, which lie in shared memory as bf16. A weight is unpacked once
@@ -54,22 +54,6 @@ def word_layout(words):
 
 
 @gluon.constexpr_function
-def store_layout(outputs, n):
-    """[outputs, n]: a warp keeps the neighbouring outputs it has as a result, a thread eight of them."""
-    lanes = [[8 << i, 0] for i in range((outputs // 32).bit_length() - 1)]
-    rows = 5 - len(lanes)
-    lanes = lanes + [[0, 1 << i if 1 << i < n else 0] for i in range(rows)]
-    more = [[0, 1 << i] for i in range(rows, n.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], *more],
-        lanes,
-        [[outputs // 4, 0], [outputs // 2, 0]],
-        [],
-        [outputs, n],
-    )
-
-
-@gluon.constexpr_function
 def largest_power(n):
     return 1 << (int(n).bit_length() - 1)
 
@@ -105,14 +89,51 @@ def _unpack(words, offset, scale, N: gl.constexpr, SCALED: gl.constexpr):
     return gl.convert_layout(rows.reshape([PART, 64]), operand_layout(N))
 
 
+@gluon.constexpr_function
+def _unpack_mxfp4_asm(group):
+    """Four outputs. $4: two words, $5 and $7: halves of the scales of four groups, see `_split_scales`. E2M1 bits are moved
+    to where bf16 has its sign, the exponent's last two bits and the mantissa's first; that is 2^-126 times what they mean, zero
+    and 1/2 included, and scales alone reach 2^127: so there are two multiplications, both exact."""
+    lines = ["{", ".reg .b32 s, m, lift, scale;", "mov.b32 lift, 0x7E807E80;"]
+    lines.append(f"prmt.b32 scale, $5, $7, 0x{group}{4 + group}{group}{4 + group};")
+    for i in range(4):
+        left, sign = 6 - 4 * i, f"shl.b32 s, $4, {12 - 4 * i};" if i < 3 else "mov.b32 s, $4;"
+        lines += [sign, f"shl.b32 m, $4, {left};" if left > 0 else f"shr.u32 m, $4, {-left};"]
+        lines += ["and.b32 m, m, 0x01C001C0;", f"lop3.b32 ${i}, s, 0x80008000, m, 0xEA;"]
+    lines += [f"mul.rn.bf16x2 ${i}, ${i}, lift;" for i in range(4)]
+    lines += [f"mul.rn.bf16x2 ${i}, ${i}, scale;" for i in range(4)]
+    return "\n".join([*lines, "}"])
+
+
 @gluon.jit
-def _in_runs(words, COUNT: gl.constexpr):
-    """[PART, 16 COUNT] as a tuple of [PART, 16]."""
+def _split_scales(four):
+    """Four E8M0 scales (uint32) as high and low bytes of bf16: what 255 means, NaN, needs a bit of mantissa. (2^-127, which
+    would need one, too, counts as zero.)"""
+    nan = ((four & 0x7F7F7F7F) + 0x01010101) & four & 0x80808080
+    return four >> 1 & 0x7F7F7F7F, four << 7 & 0x80808080 | nan >> 1
+
+
+@gluon.jit
+def _unpack_mxfp4(run, high, low, GROUP: gl.constexpr):
+    """Words [PART, 8] of 32 columns, and [PART] from `_split_scales`, of whose groups it is number GROUP -> weights, by
+    nibble: bf16 [PART, 8, 2, 2]."""
+    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    high = gl.broadcast(high.expand_dims(1), run)[0]
+    low = gl.broadcast(low.expand_dims(1), run)[0]
+    a, b, c, d = gl.inline_asm_elementwise(
+        _unpack_mxfp4_asm(GROUP), "=&r,=&r,=&r,=&r,r,r,r,r,r", [run, high, low], types, True, 2
+    )
+    return gl.join(gl.join(a, b), gl.join(c, d))  # low and high bit of the nibble last
+
+
+@gluon.jit
+def _in_parts(words, COUNT: gl.constexpr):
+    """[PART, COUNT WIDTH] as a tuple of [PART, WIDTH]."""
     if COUNT == 1:
         return (words,)
     else:
-        a, b = words.reshape([PART, 2, 8 * COUNT]).permute([0, 2, 1]).split()
-        return _in_runs(a, COUNT // 2) + _in_runs(b, COUNT // 2)
+        a, b = words.reshape([PART, 2, words.shape[1] // 2]).permute([0, 2, 1]).split()
+        return _in_parts(a, COUNT // 2) + _in_parts(b, COUNT // 2)
 
 
 @gluon.jit
@@ -122,9 +143,37 @@ def load_words(words, c: gl.constexpr):
     return words.reshape([2 * PART, WIDTH]).slice(c * PART, PART, dim=0).load(word_layout(WIDTH))
 
 
+@gluon.constexpr_function
+def steps_of(size, block_k):
+    return -(-size // block_k)
+
+
+@gluon.constexpr_function
+def words_of_scales(scale, size):
+    """Tiles of shared memory for the scales of 128 columns, of rows with `size`. Four scales of mxfp4 are a word, where rows
+    begin with one, else parts of two."""
+    return 2 if scale == gl.uint32 and size % 128 != 0 else 1
+
+
+@gluon.jit
+def _four_scales(scales, at, c: gl.constexpr, layout: gl.constexpr, last, K: gl.constexpr):
+    """mxfp4: uint32 [PART], those of 128 columns of a consumer's rows; zero past the end of rows, which the `last` may pass."""
+    if K % 128 == 0:
+        return scales.index(at).slice(c * PART, PART, dim=0).load(layout)
+    else:
+        low = scales.index(2 * at).slice(c * PART, PART, dim=0).load(layout)
+        high = scales.index(2 * at + 1).slice(c * PART, PART, dim=0).load(layout)
+        shift = gl.arange(0, PART, layout) * (K // 32) % 4 * 8
+        four = gl.inline_asm_elementwise(
+            "shf.r.clamp.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, shift], gl.uint32, True, 1
+        )
+        INSIDE: gl.constexpr = (1 << K % 128 // 4) - 1  # a scale is 8 bits, and 32 columns
+        return gl.where(last, four & INSIDE, four)
+
+
 @gluon.jit
 def all_params(
-    pipe, stage, c: gl.constexpr, step, layout: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr
+    pipe, stage, c: gl.constexpr, step, layout: gl.constexpr, K: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
     """Scales (float32) and offsets -(128 + zero) (bf16) of a consumer's rows, [PART] for each of a step's GROUPS."""
     _rows, _words, scales, zeros, _full, _empty = pipe
@@ -133,13 +182,46 @@ def all_params(
         at = stage * GROUPS + g
         found = found + (scales.index(at).slice(c * PART, PART, dim=0).load(layout),)  # noqa: RUF005
         offset = gl.full([PART], -136.0, gl.bfloat16, layout)
-        # Four bytes, one of which is this row's: a row has STEPS x GROUPS, and a consumer's first one begins a word.
+        # Four bytes, one of which is this row's: a row has K / 128, and a consumer's first one begins a word.
         if zeros.dtype == gl.int32:
             word = zeros.index(at).slice(c * PART, PART, dim=0).load(layout)
-            byte = (gl.arange(0, PART, layout) * (STEPS * GROUPS) + step * GROUPS + g) % 4
+            byte = (gl.arange(0, PART, layout) * (K // 128) + step * GROUPS + g) % 4
             offset = (-128.0 - (word >> byte * 8 & 0xFF).to(gl.float32)).to(gl.bfloat16)
         offsets = offsets + (offset,)  # noqa: RUF005
     return found, offsets
+
+
+@gluon.jit
+def _scaled_weights(pipe, stage, c: gl.constexpr, step, K: gl.constexpr, TILES: gl.constexpr):
+    """What `_scaled_operand` makes a consumer's weights of a stage from: words, and of each 128 columns scales and offsets
+    (mxfp4: halves of scales)."""
+    GROUPS: gl.constexpr = TILES * COLUMNS // 128
+    words = load_words(pipe[1].index(stage), c)
+    if pipe[2].dtype == gl.uint32:
+        runs, last = _in_parts(words, 2 * TILES), step == steps_of(K, TILES * COLUMNS) - 1
+        rows: gl.constexpr = gl.SliceLayout(1, runs[0].type.layout)
+        high, low = (), ()
+        for g in gl.static_range(GROUPS):
+            four = _four_scales(pipe[2], stage * GROUPS + g, c, rows, last, K)
+            of_four = _split_scales(four)
+            high, low = high + (of_four[0],), low + (of_four[1],)  # noqa: RUF005
+        return runs, high, low
+    else:
+        runs = _in_parts(words, TILES)
+        scales, offsets = all_params(pipe, stage, c, step, gl.SliceLayout(1, runs[0].type.layout), K, GROUPS)
+        return runs, scales, offsets
+
+
+@gluon.jit
+def _scaled_operand(weights, t: gl.constexpr, N: gl.constexpr):
+    """Columns 64 t to 64 t + 63, [PART, 64]."""
+    if weights[1][0].dtype == gl.uint32:
+        a = _unpack_mxfp4(weights[0][2 * t], weights[1][t // 2], weights[2][t // 2], t % 2 * 2)
+        b = _unpack_mxfp4(weights[0][2 * t + 1], weights[1][t // 2], weights[2][t // 2], t % 2 * 2 + 1)
+        rows = gl.join(a, b).reshape([4, 2, 16, 8, 2, 2, 2]).permute([1, 0, 2, 6, 5, 4, 3])
+        return gl.convert_layout(rows.reshape([PART, 64]), operand_layout(N))
+    else:
+        return _unpack(weights[0][t], weights[2][t // 2], weights[1][t // 2].to(gl.bfloat16), N, True)
 
 
 @gluon.jit
@@ -150,27 +232,23 @@ def _columns_of(x, first: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def multiply_scaled(
-    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr
+    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BLOCK_K: gl.constexpr
 ):  # fmt: skip
     """Weights with their scales times N rows of x: results [PART, ..], one or two (sizes are powers of two), then where
     the ring stands."""
-    rows, words, _scales, _zeros, full, empty = pipe
+    rows, _words, _scales, _zeros, full, empty = pipe
     TILES: gl.constexpr = BLOCK_K // COLUMNS
-    GROUPS: gl.constexpr = BLOCK_K // 128
     N0: gl.constexpr = largest_power(N)
     N1: gl.constexpr = N - N0
     acc0 = gl.zeros([PART, N0], gl.float32, acc_layout(N0))
     if N1 > 0:
         acc1 = gl.zeros([PART, N1], gl.float32, acc_layout(N1))
-    for step in range(STEPS):
+    for step in range(steps_of(K, BLOCK_K)):
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
-        runs = _in_runs(load_words(words.index(stage), c), TILES)
-        scales, offsets = all_params(
-            pipe, stage, c, step, gl.SliceLayout(1, runs[0].type.layout), STEPS, GROUPS
-        )
+        weights = _scaled_weights(pipe, stage, c, step, K, TILES)
         for t in gl.static_range(TILES):
-            operand = _unpack(runs[t], offsets[t // 2], scales[t // 2].to(gl.bfloat16), N0, True)
+            operand = _scaled_operand(weights, t, N0)
             x = rows.index(stage * TILES + t)
             flying = warpgroup_mma(operand, _columns_of(x, 0, N0), acc0, is_async=True)
             if N1 > 0:
@@ -189,7 +267,7 @@ def multiply_scaled(
 
 @gluon.jit
 def multiply_codes(
-    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr
+    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BLOCK_K: gl.constexpr
 ):  # fmt: skip
     """As `multiply_scaled`, for few rows (a power of two): scales are applied to the product of each group, which takes
     fewer instructions than applying them to weights."""
@@ -199,13 +277,11 @@ def multiply_codes(
     out: gl.constexpr = acc_layout(N)
     acc = gl.zeros([PART, N], gl.float32, out)
     nothing = gl.zeros([PART, N], gl.float32, out)
-    for step in range(STEPS):
+    for step in range(steps_of(K, BLOCK_K)):
         mbarrier.wait(full.index(stage), phase)
         fence_async_shared()
-        runs = _in_runs(load_words(words.index(stage), c), TILES)
-        scales, offsets = all_params(
-            pipe, stage, c, step, gl.SliceLayout(1, runs[0].type.layout), STEPS, GROUPS
-        )
+        runs = _in_parts(load_words(words.index(stage), c), TILES)
+        scales, offsets = all_params(pipe, stage, c, step, gl.SliceLayout(1, runs[0].type.layout), K, GROUPS)
         for g in gl.static_range(GROUPS):
             by_product = scales[g].reshape([4, 2, 16]).permute([1, 0, 2]).reshape([PART])
             factor = gl.convert_layout(by_product, gl.SliceLayout(1, out)).expand_dims(1)
@@ -229,25 +305,10 @@ def multiply_codes(
 
 @gluon.jit
 def multiply(
-    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr, BLOCK_K: gl.constexpr,
-    LATE: gl.constexpr,
+    pipe, stage, phase, c: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BLOCK_K: gl.constexpr, LATE: gl.constexpr
 ):  # fmt: skip
+    """K: columns of weights, of which the last step may have fewer than BLOCK_K: the others are zero in x and in weights."""
     if LATE:
-        return multiply_codes(pipe, stage, phase, c, N, STEPS, BLOCK_K)
+        return multiply_codes(pipe, stage, phase, c, N, K, BLOCK_K)
     else:
-        return multiply_scaled(pipe, stage, phase, c, N, STEPS, BLOCK_K)
-
-
-@gluon.jit
-def halves(acc):
-    """A result's halves [PART / 2, N]: of each 16 rows of weights the first eight, and the second."""
-    N: gl.constexpr = acc.shape[1]
-    first, second = acc.reshape([2, 4, 2, 8, N]).permute([1, 0, 3, 4, 2]).split()
-    return first.reshape([PART // 2, N]), second.reshape([PART // 2, N])
-
-
-@gluon.jit
-def in_order(acc):
-    """A result with its rows as weights have them."""
-    N: gl.constexpr = acc.shape[1]
-    return acc.reshape([2, 4, 16, N]).permute([1, 0, 2, 3]).reshape([PART, N])
+        return multiply_scaled(pipe, stage, phase, c, N, K, BLOCK_K)
