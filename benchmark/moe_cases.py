@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.moe.base import ExpertShape, Placement, Problem, RoutingRule, Slab
+from minisgl.moe.base import Activation, ExpertShape, Placement, Problem, RoutingRule, Slab
 from minisgl.moe.formats import get_format
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.torch_backend import TorchMoeBackend
@@ -19,17 +19,20 @@ from minisgl.moe.torch_backend import TorchMoeBackend
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's MoE layer: E experts, K of them a token, D model dim, F expert hidden dim."""
+    """A model's MoE layer: E experts, K of them a token, D model dim, F expert hidden dim; its activation, and whether experts
+    have biases."""
 
     num_experts: int
     top_k: int
     model_dim: int
     hidden_dim: int
+    activation: Activation = "silu"
+    bias: bool = False
 
 
 SHAPES = {
     "qwen3-30b-a3b": ModelShape(128, 8, 2048, 768),
-    "gpt-oss-20b": ModelShape(32, 4, 2880, 2880),
+    "gpt-oss-20b": ModelShape(32, 4, 2880, 2880, "gpt_oss", bias=True),
     "mixtral-8x7b": ModelShape(8, 2, 4096, 14336),
     "deepseek-v2-lite": ModelShape(64, 6, 2048, 1408),
 }
@@ -74,7 +77,7 @@ def make_slab(
 ) -> Slab:
     """A slab of normal weights (0.02 standard deviation), quantized a few experts at a time."""
     weight_format = get_format(format_name, torch.bfloat16, group, symmetric)
-    expert = ExpertShape(shape.model_dim, shape.hidden_dim)
+    expert = ExpertShape(shape.model_dim, shape.hidden_dim, shape.bias)
     layout = weight_format.layout(expert)
     records = torch.empty((shape.num_experts, layout.nbytes), dtype=torch.uint8, device=device)
     slab = Slab.of_records(weight_format.name, expert, layout, records)
@@ -89,6 +92,9 @@ def make_slab(
             weight = torch.randn((count, *dims), device=device, generator=generator) * 0.02
             for part, value in weight_format.quantize(name, weight).items():
                 slab.parts[part][some].copy_(value)
+            if shape.bias:
+                bias = torch.randn((count, dims[0]), device=device, generator=generator) * 0.02
+                slab.parts[f"{name}_bias"][some].copy_(bias)
     return slab
 
 
@@ -134,6 +140,7 @@ def make_case(
         shape=slab.shape,
         format=slab.format,
         dtype=torch.bfloat16,
+        activation=shape.activation,
         group_size=group,
     )
     generator = torch.Generator().manual_seed(seed)
