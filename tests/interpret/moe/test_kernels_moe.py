@@ -112,6 +112,16 @@ def test_biases_and_activations(kernel, activation):
     assert relative_error(y, stored.oracle(case, activation)) < 1e-4
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gpt_oss"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_of_nan_stays_nan_and_alone(kernel, activation):
+    case = random_case(4, 2, 3, 64, 64, seed=5)
+    case.x[2] = float("nan")
+    y = run_step(FusedMoeBackend(small_m_threshold=KERNELS[kernel]), case, store(case, "none"), activation)
+    assert bool(y[2].isnan().all())
+    assert bool(y[[0, 1, 3]].isfinite().all())
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("name", "group"), [("none", 0), ("fp8", 0), ("int4", 32)])
 def test_waves_give_the_bits_of_one_wave(kernel, name, group):

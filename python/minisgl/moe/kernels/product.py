@@ -182,12 +182,12 @@ def scaled(acc, x_scale, scales, row_n, FORMAT: tl.constexpr, ASM: tl.constexpr)
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
-    """`moe.base.activate` on float32 tiles."""
+    """`moe.base.activate` on float32 tiles. (tl.minimum would make 7 of NaN.)"""
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
     elif ACTIVATION == "gelu":
         return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     else:
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         return (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
