@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from minisgl.moe.base import Placement, Routing
-from minisgl.moe.formats.packing import pack_nibbles
+from minisgl.moe.formats.mxfp4 import pack_codes
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.torch_backend import TorchMoeBackend
 from tests.interpret.moe.steps import Stored, run_step, store
@@ -71,7 +71,7 @@ def check_every_code(
     stored = store(case, "mxfp4", 32, device="cuda")
     codes = torch.arange(hidden_dim * model_dim).view(hidden_dim, model_dim) // 3 % 16
     up, scales = (stored.slab.parts[name][:, hidden_dim:] for name in ("gate_up", "gate_up_scale"))
-    up.copy_(pack_nibbles(codes.to(torch.uint8)))
+    up.copy_(pack_codes(codes.to(torch.uint8)))
     scales.fill_(127)
     scales[:, :, 1::2] = scale  # so that no scale stands in for its neighbour's
     y, wanted = run_step(backend_of(stored, case), case, stored).float(), expected(case, stored).float()

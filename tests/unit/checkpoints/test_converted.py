@@ -250,7 +250,7 @@ def test_truncated_and_missing_files_are_named_before_anything_loads(converted: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "'minisgl checkpoint' version 99, this is version 1"),
+        ({"version": 99}, "'minisgl checkpoint' version 99, this is version 2"),
         ({"kind": "other"}, "says 'other'"),
         ({"parts": []}, "describes other records than config.json"),
         ({"layers": {}}, "names no experts of layer 1"),

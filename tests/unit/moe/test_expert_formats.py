@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from minisgl.moe.base import ExpertShape, Slab
 from minisgl.moe.formats import ExpertFormat, get_format, moe_quantization_choices
-from minisgl.moe.formats.mxfp4 import TABLE
-from minisgl.moe.formats.packing import pack_nibbles
+from minisgl.moe.formats.mxfp4 import TABLE, pack_codes, unpack_codes
 from tests.moe_oracle import relative_error
 
 FORMATS: dict[str, ExpertFormat] = {
@@ -192,10 +191,24 @@ def test_up_rows_use_their_own_blocks() -> None:
 @pytest.mark.parametrize("scale", [0, 100, 127, 130, 254])
 def test_mxfp4_means_the_table(scale: int) -> None:
     codes = torch.arange(32, dtype=torch.uint8).remainder(16)[None]
-    parts = {"down": pack_nibbles(codes), "down_scale": torch.tensor([[scale]], dtype=torch.uint8)}
+    parts = {"down": pack_codes(codes), "down_scale": torch.tensor([[scale]], dtype=torch.uint8)}
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6] * 2
     expected = torch.tensor([[value * 2.0 ** (scale - 127) for value in values]])
     assert torch.equal(FORMATS["mxfp4"].dequantize("down", parts), expected)
+
+
+def test_mxfp4_codes_lie_where_kernels_want_them() -> None:
+    codes = torch.randint(0, 16, (3, 5, 64), dtype=torch.uint8)
+    packed = pack_codes(codes)
+    assert torch.equal(unpack_codes(packed), codes)
+    one = torch.zeros(1, 32, dtype=torch.uint8)
+    for number, bits in enumerate(
+        (0b1000_0001_1100_0000, 0b10_0000_0011_1000, 0b10_0000_0111, 0b101_1100_0000_0000)
+    ):
+        one.zero_()[0, 8 * number + 3] = 15
+        words = pack_codes(one).view(torch.int16)[0].tolist()
+        assert words.pop(3) & 0xFFFF == bits
+        assert not any(words)
 
 
 def test_mxfp4_scale_255_is_nan() -> None:

@@ -32,7 +32,7 @@ from minisgl.moe.store.shard import ExpertShard
 
 MANIFEST, DENSE, METHOD = "minisgl.json", "dense.safetensors", "minisgl"
 DENSE_KEY = "dense"  # of quantization_config: what the source's own says, for fp8 weights that are no experts
-KIND, VERSION = "minisgl checkpoint", 1
+KIND, VERSION = "minisgl checkpoint", 2
 
 
 @dataclass(frozen=True)

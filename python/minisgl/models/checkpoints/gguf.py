@@ -25,8 +25,7 @@ from minisgl.models.checkpoints.integers import Codes, integer_choice
 from minisgl.models.smollm2 import LAYER_NAMES, TOP_NAMES, unpermute_rope_rows
 from minisgl.moe.base import ExpertShape
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.formats.mxfp4 import Mxfp4Format
-from minisgl.moe.formats.packing import pack_nibbles
+from minisgl.moe.formats.mxfp4 import Mxfp4Format, pack_codes
 
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # GGUF's name -> safetensors' name
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
@@ -63,7 +62,7 @@ class GgufEncoding(Encoding):
             return Codes(4, _nibbles(blocks[..., 2:]), scale_NG.float(), self.block_size).parts(target)
         if self.kind == "MXFP4" and isinstance(target, Mxfp4Format):
             blocks = pieces["codes"].unflatten(-1, (-1, self.block_bytes))
-            return {"": pack_nibbles(_nibbles(blocks[..., 1:])), "_scale": blocks[..., 0].contiguous()}
+            return {"": pack_codes(_nibbles(blocks[..., 1:])), "_scale": blocks[..., 0].contiguous()}
         return f"GGUF's {self.kind} is not {target.name}"
 
     def dequantize(self, pieces: Pieces, part: str = "") -> torch.Tensor:

@@ -16,8 +16,7 @@ from minisgl.models.checkpoints.base import Encoding, ExpertChoice, Pieces, requ
 from minisgl.models.checkpoints.files import Header
 from minisgl.moe.base import ExpertShape
 from minisgl.moe.formats import ExpertFormat
-from minisgl.moe.formats.mxfp4 import BLOCK, Mxfp4Format
-from minisgl.moe.formats.packing import pack_nibbles
+from minisgl.moe.formats.mxfp4 import BLOCK, Mxfp4Format, pack_codes
 
 _FORMAT = Mxfp4Format()
 
@@ -45,7 +44,7 @@ class Mxfp4Encoding(Encoding):
             return f"mxfp4 is not {target.name}"
         bytes_NBj = pieces["codes"]
         codes_NK = torch.stack((bytes_NBj & 15, bytes_NBj >> 4), dim=-1).flatten(-3)
-        parts = {"": pack_nibbles(codes_NK), "_scale": pieces["scale"]}
+        parts = {"": pack_codes(codes_NK), "_scale": pieces["scale"]}
         if part == "gate_up" and self.interleaved:
             parts = {suffix: separated(tensor, -2) for suffix, tensor in parts.items()}
         return parts

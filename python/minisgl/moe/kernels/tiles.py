@@ -14,6 +14,9 @@ instruction. ASM selects that; the plain path serves the interpreter and other d
 import triton
 import triton.language as tl
 
+from minisgl.moe.formats.mxfp4 import MAGNITUDE_AT, SIGN_AT
+
+_MAGNITUDE_AT, _SIGN_AT = tl.constexpr(MAGNITUDE_AT), tl.constexpr(SIGN_AT)
 MXFP4_LIFT = tl.constexpr(9.223372036854775808e18)  # 2^63, see `mxfp4_scale`
 
 
@@ -43,15 +46,26 @@ def _int4_raw_asm() -> str:
     return "\n".join([*lines, "}"])
 
 
+def e2m1_asm(out: str, source: str, number: int) -> list[str]:
+    """Code `number` of each of two words in `source` to `out`: its bits where bf16 has sign, the exponent's last two bits and
+    the mantissa's first, which is 2^-126 times what they mean. Changes registers s and m."""
+    magnitude, sign = 6 - MAGNITUDE_AT[number], 15 - SIGN_AT[number]
+    moved = f"shl.b32 m, {source}, {magnitude};" if magnitude >= 0 else f"shr.u32 m, {source}, {-magnitude};"
+    if magnitude == sign:
+        return [moved, f"and.b32 {out}, m, 0x81C081C0;"]
+    return [
+        moved,
+        "and.b32 m, m, 0x01C001C0;",
+        f"shl.b32 s, {source}, {sign};",
+        f"lop3.b32 {out}, s, 0x80008000, m, 0xEA;",
+    ]
+
+
 def _mxfp4_asm() -> str:
-    """$4: two words, $5: two scales. E2M1 bits are moved to where bf16 has sign, low exponent bits and high mantissa bit."""
+    """$4: two words, $5: two scales."""
     lines = ["{", ".reg .b32 s, m, nz;", "mov.b32 nz, 0x80008000;"]
     for i in range(4):
-        left = 6 - 4 * i
-        lines.append(f"shl.b32 s, $4, {12 - 4 * i};")
-        lines.append(f"shl.b32 m, $4, {left};" if left >= 0 else f"shr.u32 m, $4, {-left};")
-        lines.append("and.b32 m, m, 0x01C001C0;")
-        lines.append(f"lop3.b32 ${i}, s, 0x80008000, m, 0xEA;")
+        lines += e2m1_asm(f"${i}", "$4", i)
     lines += [f"fma.rn.bf16x2 ${i}, ${i}, $5, nz;" for i in range(4)]
     return "\n".join([*lines, "}"])
 
@@ -171,14 +185,14 @@ def mxfp4_scale(exponent, ASM: tl.constexpr):
 
 
 @triton.jit
-def e2m1(codes):
-    """float32 of E2M1 codes 0..15 (sign, two exponent bits, one mantissa bit)."""
-    magnitude = codes & 7
+def e2m1(words, magnitude_at, sign_at):
+    """float32 of E2M1 codes (two exponent bits, one mantissa bit, and a sign) whose bits begin there in int32 words."""
+    magnitude = words >> magnitude_at & 7
     exponent, mantissa = magnitude >> 1, magnitude & 1
     small = mantissa.to(tl.float32) * 0.5
     large = (2 + mantissa).to(tl.float32) * (1 << exponent).to(tl.float32) * 0.25
     value = tl.where(exponent == 0, small, large)
-    return tl.where(codes >= 8, -value, value)
+    return tl.where((words >> sign_at & 1) != 0, -value, value)
 
 
 @triton.jit
@@ -195,10 +209,10 @@ def unpack_mxfp4(words, scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
         )
     else:
         wide = words.to(tl.int32)
-        a = (e2m1(wide & 15) * scale).to(DTYPE)
-        b = (e2m1(wide >> 4 & 15) * scale).to(DTYPE)
-        c = (e2m1(wide >> 8 & 15) * scale).to(DTYPE)
-        d = (e2m1(wide >> 12 & 15) * scale).to(DTYPE)
+        a = (e2m1(wide, _MAGNITUDE_AT[0], _SIGN_AT[0]) * scale).to(DTYPE)
+        b = (e2m1(wide, _MAGNITUDE_AT[1], _SIGN_AT[1]) * scale).to(DTYPE)
+        c = (e2m1(wide, _MAGNITUDE_AT[2], _SIGN_AT[2]) * scale).to(DTYPE)
+        d = (e2m1(wide, _MAGNITUDE_AT[3], _SIGN_AT[3]) * scale).to(DTYPE)
     return a, b, c, d
 
 

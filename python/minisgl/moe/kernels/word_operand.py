@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from minisgl.moe.kernels.roles import next_place
+from minisgl.moe.kernels.tiles import e2m1_asm
 
 PART = gl.constexpr(128)  # rows of weights of a consumer: two products
 COLUMNS = gl.constexpr(64)  # of x in a tile of shared memory, which then has rows of 128 bytes
@@ -89,20 +90,19 @@ def _unpack(words, offset, scale, N: gl.constexpr, SCALED: gl.constexpr):
     return gl.convert_layout(rows.reshape([PART, 64]), operand_layout(N))
 
 
-@gluon.constexpr_function
-def _unpack_mxfp4_asm(group):
-    """Four outputs. $4: two words, $5 and $7: halves of the scales of four groups, see `_split_scales`. E2M1 bits are moved
-    to where bf16 has its sign, the exponent's last two bits and the mantissa's first; that is 2^-126 times what they mean, zero
-    and 1/2 included, and scales alone reach 2^127: so there are two multiplications, both exact."""
+def _mxfp4_asm(group: int) -> str:
+    """Four outputs. $4: two words, $5 and $7: halves of the scales of four groups, see `_split_scales`. E2M1 bits at their
+    place in a bf16 are 2^-126 times what they mean, and scales alone reach 2^127: two multiplications, both exact."""
     lines = ["{", ".reg .b32 s, m, lift, scale;", "mov.b32 lift, 0x7E807E80;"]
     lines.append(f"prmt.b32 scale, $5, $7, 0x{group}{4 + group}{group}{4 + group};")
     for i in range(4):
-        left, sign = 6 - 4 * i, f"shl.b32 s, $4, {12 - 4 * i};" if i < 3 else "mov.b32 s, $4;"
-        lines += [sign, f"shl.b32 m, $4, {left};" if left > 0 else f"shr.u32 m, $4, {-left};"]
-        lines += ["and.b32 m, m, 0x01C001C0;", f"lop3.b32 ${i}, s, 0x80008000, m, 0xEA;"]
+        lines += e2m1_asm(f"${i}", "$4", i)
     lines += [f"mul.rn.bf16x2 ${i}, ${i}, lift;" for i in range(4)]
     lines += [f"mul.rn.bf16x2 ${i}, ${i}, scale;" for i in range(4)]
     return "\n".join([*lines, "}"])
+
+
+_MXFP4_ASM = gl.constexpr(tuple(_mxfp4_asm(group) for group in range(4)))
 
 
 @gluon.jit
@@ -121,7 +121,7 @@ def _unpack_mxfp4(run, high, low, GROUP: gl.constexpr):
     high = gl.broadcast(high.expand_dims(1), run)[0]
     low = gl.broadcast(low.expand_dims(1), run)[0]
     a, b, c, d = gl.inline_asm_elementwise(
-        _unpack_mxfp4_asm(GROUP), "=&r,=&r,=&r,=&r,r,r,r,r,r", [run, high, low], types, True, 2
+        _MXFP4_ASM[GROUP], "=&r,=&r,=&r,=&r,r,r,r,r,r", [run, high, low], types, True, 2
     )
     return gl.join(gl.join(a, b), gl.join(c, d))  # low and high bit of the nibble last
 
