@@ -40,6 +40,9 @@ from minisgl.moe.kernels.stream import (
 
 CODE_ROWS = gl.constexpr(16)  # of a block, quantized at a time
 CODE_COLUMNS = gl.constexpr(1024)
+KEPT = gl.constexpr(
+    "evict_last"
+)  # what is read again soon should stay in the L2 while weights pass through it
 AHEAD_ROWS = gl.constexpr(
     64
 )  # up to here scales of rows are loaded before the products; later they would cost registers
@@ -90,8 +93,8 @@ def _store_split(row, activated_PF, first, column, F: gl.constexpr):
     p = first + gl.arange(0, BLOCK_M, gl.SliceLayout(0, even.type.layout))
     n = column // 2 + gl.arange(0, HALF // 2, gl.SliceLayout(1, even.type.layout))
     pointers = activated_PF + p.to(gl.int64)[None, :] * F + n[:, None]
-    gl.store(pointers, even)
-    gl.store(pointers + F // 2, odd)
+    gl.store(pointers, even, eviction_policy=KEPT)
+    gl.store(pointers + F // 2, odd, eviction_policy=KEPT)
 
 
 @gluon.jit
@@ -133,7 +136,8 @@ def _up_tile(
         _store_split(row, activated_PF, first, column, F)
     else:
         w = column + gl.arange(0, HALF, gl.SliceLayout(1, out))
-        gl.store(activated_PF + p.to(gl.int64)[None, :] * F + w[:, None], row, mask=there[None, :])
+        pointers = activated_PF + p.to(gl.int64)[None, :] * F + w[:, None]
+        gl.store(pointers, row, mask=there[None, :], eviction_policy=KEPT)
     return stage, phase
 
 
@@ -166,8 +170,8 @@ def _down_tile(
     w = column + gl.arange(0, HALF, gl.SliceLayout(1, out))
     pointers = rows_RD + route.to(gl.int64)[None, :] * D + w[:, None]
     there = (route < num_routes)[None, :]
-    gl.store(pointers, gl.convert_layout(acc0.to(dtype), out), mask=there)
-    gl.store(pointers + HALF, gl.convert_layout(acc1.to(dtype), out), mask=there)
+    gl.store(pointers, gl.convert_layout(acc0.to(dtype), out), mask=there, eviction_policy=KEPT)
+    gl.store(pointers + HALF, gl.convert_layout(acc1.to(dtype), out), mask=there, eviction_policy=KEPT)
     return stage, phase
 
 
