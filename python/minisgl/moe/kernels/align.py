@@ -2,7 +2,7 @@
 
 Few routes, one launch: a program a slot. Each counts the routes of all slots (a histogram: R integers, read
 from L2), so that it knows where its own run begins without waiting for anybody, and then writes its own run
-in ascending order of routes. Repeating the count is cheaper than a launch.
+in ascending order of routes. Repeating the count is cheaper than a launch. One more program marks what is served.
 
 Many routes, two launches: a program a chunk of routes counts it by slot and ranks its routes among those of the
 same slot, by comparing all with all; then, knowing all counts, a program a chunk places its routes, and one a slot
@@ -72,24 +72,23 @@ def align_kernel(
     AMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= num_slots
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,  # at least num_routes
     PDL: tl.constexpr,
 ):
-    slot = tl.program_id(0)
+    slot = tl.program_id(0)  # num_slots: none; above, a row
     if ROW_MODE != "none":  # noqa: SIM102 (decided at compile time)
-        if slot >= num_slots:
-            prepare_row(x_TD, x_ready_TD, x_scale_T, slot - num_slots, D, BLOCK_D, ROW_MODE, UNIT)
+        if slot > num_slots:
+            prepare_row(x_TD, x_ready_TD, x_scale_T, slot - num_slots - 1, D, BLOCK_D, ROW_MODE, UNIT)
             return
     wait_for_previous(PDL)
     start_next(PDL)
+    routes = tl.arange(0, CHUNK)
+    slots = _load_slots(slots_R, routes, num_routes)
+    if slot == num_slots:
+        _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE)
+        return
     bins = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_routes, CHUNK):
-        routes = start + tl.arange(0, CHUNK)
-        slots = _load_slots(slots_R, routes, num_routes)
-        counts += tl.histogram(tl.maximum(slots, 0), BINS, mask=slots >= 0)
-        if slot == 0:
-            _mark_served(served_R, routes, slots, num_routes, FIRST_WAVE)
+    counts = tl.histogram(tl.maximum(slots, 0), BINS, mask=slots >= 0)
     blocks = tl.where(bins < num_slots, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     first_block = tl.sum(tl.where(bins < slot, blocks, 0), 0)
     my_blocks = tl.sum(tl.where(bins == slot, blocks, 0), 0)
@@ -97,13 +96,9 @@ def align_kernel(
     if slot == 0:
         tl.store(num_blocks, tl.sum(blocks, 0))
     if my_routes > 0:
-        done = 0
-        for start in range(0, num_routes, CHUNK):
-            routes = start + tl.arange(0, CHUNK)
-            hit = _load_slots(slots_R, routes, num_routes) == slot
-            place = done + tl.cumsum(hit.to(tl.int32), 0) - 1
-            tl.store(sorted_R + first_block * BLOCK_M + place, routes, mask=hit)
-            done += tl.sum(hit.to(tl.int32), 0)
+        hit = slots == slot
+        place = tl.cumsum(hit.to(tl.int32), 0) - 1
+        tl.store(sorted_R + first_block * BLOCK_M + place, routes, mask=hit)
         _finish_run(
             sorted_R, block_slots, tiles_done_B, amax_P, slot, first_block, my_blocks, my_routes, num_routes, BLOCK_M, AMAX,
         )  # fmt: skip

@@ -259,7 +259,7 @@ def align(
     if num_routes <= ONE_LAUNCH_ROUTES:
         chunk = next_power_of_two(max(num_routes, 32))
         constants["num_warps"] = 4 if chunk <= 512 else 8
-        align_kernel[(num_slots + rows,)](
+        align_kernel[(num_slots + 1 + rows,)](
             slots_TK, buffers.sorted_R, buffers.block_slots, buffers.num_blocks, buffers.tiles_done_B,
             buffers.served_R, num_routes, num_slots, x_TD, x_ready, x_scale, buffers.activated_scale_P, AMAX=amax,
             BLOCK_M=block_m, CHUNK=chunk, **constants,
@@ -385,9 +385,9 @@ def down(
 
 
 def reduce(rows_RD: torch.Tensor, weights_TK: torch.Tensor, buffers: Buffers, y_TD: torch.Tensor) -> None:
-    num_tokens, model_dim = y_TD.shape
-    block_d = min(next_power_of_two(model_dim), 512 if num_tokens <= 256 else 2048)
-    reduce_kernel[(num_tokens, triton.cdiv(model_dim, block_d))](
+    tokens, model_dim = y_TD.shape
+    block_d = min(next_power_of_two(model_dim), 512 if tokens <= 64 else 1024 if tokens <= 256 else 2048)
+    reduce_kernel[(tokens, triton.cdiv(model_dim, block_d))](
         rows_RD,
         weights_TK,
         buffers.served_R,
@@ -395,6 +395,6 @@ def reduce(rows_RD: torch.Tensor, weights_TK: torch.Tensor, buffers: Buffers, y_
         D=model_dim,
         K=weights_TK.shape[1],
         BLOCK_D=block_d,
-        num_warps=2 if block_d <= 512 else 8,
+        num_warps=max(block_d // 256, 2),
         **pdl_options(y_TD.device),
     )

@@ -54,14 +54,17 @@ def reduce_kernel(
 ):
     t = tl.program_id(0).to(tl.int64)  # t * K * D passes 2^31 at 131,072 tokens of Qwen3-30B-A3B
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    served, weights = (), ()  # not written by the kernel just ahead
+    for k in tl.static_range(K):
+        flag = tl.load(served_R + t * K + k).to(tl.int32)
+        served = served + (flag,)  # noqa: RUF005
+        weights = weights + (tl.where(flag > 0, tl.load(weights_R + t * K + k), 0.0),)  # noqa: RUF005
     wait_for_previous(PDL)
     start_next(PDL)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for k in tl.static_range(K):
-        route = t * K + k
-        served = tl.load(served_R + route).to(tl.int32)
-        mask = d < tl.where(served > 0, D, 0)
-        row = tl.load(rows_RD + route * D + d, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.where(served > 0, tl.load(weights_R + route), 0.0)
-        total = tl.fma(row, weight, total)  # spelled out: the direct kernels must round in the same places
+        mask = d < tl.where(served[k] > 0, D, 0)
+        row = tl.load(rows_RD + (t * K + k) * D + d, mask=mask, other=0.0).to(tl.float32)
+        # Spelled out, since the direct kernels must round in the same places.
+        total = tl.fma(row, weights[k], total)
     tl.store(y_TD + t * D + d, total.to(y_TD.dtype.element_ty), mask=d < D)
