@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from minisgl.moe.fused import FusedMoeBackend
-from minisgl.moe.store import device_plan
+from minisgl.moe.store import device_cache, device_plan
 from minisgl.moe.store.device_cache import DeviceStore
 from minisgl.moe.store.device_plan import DevicePlan
 from minisgl.moe.store.overlap import Forked, Serial
@@ -53,6 +53,18 @@ class LateFork(Forked):
             fetch()
 
         super().begin([partial(late, fetch) for fetch in fetches])
+
+    def go_on(self, fetch: Callable[[], None]) -> None:
+        def late() -> None:
+            torch.cuda._sleep(DELAY)
+            fetch()
+
+        super().go_on(late)
+
+
+def serve_prompts(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Whether a prompt is planned by the device ("passing"), or by the host ("streaming"), whatever would be faster."""
+    monkeypatch.setattr(device_cache, "passes", lambda *_, **__: way == "passing")
 
 
 @pytest.fixture
@@ -119,9 +131,36 @@ def test_equal_to_resident_with_late_copies(
     for num_slots in (1, 9, E):
         store = make_store(kind, memory, name, num_slots, late=True)
         resident, cached = make_layers(store)
-        for num_tokens in (1, 1, 2, 8, 64, 200, 1, 70, 3):
+        ways = ("passing", "passing", "streaming")
+        for index, num_tokens in enumerate((1, 1, 2, 8, 64, 200, 1, 70, 3, 64, 8, 2)):
+            serve_prompts(monkeypatch, ways[index % 3])
             x = random_x(num_tokens)
             assert torch.equal(cached(x), resident(x)), f"{num_slots} slots, {num_tokens} tokens"
+
+
+def test_a_short_prompt_never_waits_and_leaves_the_same_cache(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned by the device as if the host had planned it, between decode steps; with more experts than transient slots."""
+    pairs = [make_layers(make_store("forked", memory, "fp8", 9)) for _ in range(2)]
+    pairs[1][1].router.weight.copy_(pairs[0][1].router.weight)
+    for num_tokens in (1, 8, 8, 1, 64, 200, 1, 64):
+        x = random_x(num_tokens)
+        expected = pairs[0][0](x)
+        torch.cuda.synchronize()
+        for way, (_, cached) in zip(("passing", "streaming"), pairs):
+            serve_prompts(monkeypatch, way)
+            torch.cuda.set_sync_debug_mode("error" if way == "passing" else "default")
+            try:
+                y = cached(x)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.equal(y, expected)
+        one, two = (cached.store for _, cached in pairs)
+        assert one.plan.expert_of_S.tolist() == two.plan.expert_of_S.tolist()
+        assert one.counters() == two.counters()
+        held = one.plan.expert_of_S.cpu()
+        assert torch.equal(one.slab.records_SB.cpu()[held >= 0], one.records_EB[held[held >= 0].long()])
 
 
 @pytest.mark.parametrize("kind", ["forked", "in turn"])
@@ -222,9 +261,14 @@ def test_fetch_speed_and_bits(memory: HostMemory) -> None:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.mark.parametrize("mode", ["device", "prefetch", "staged"])
+@pytest.mark.parametrize("mode", ["device", "streaming", "prefetch", "staged"])
 @pytest.mark.parametrize("num_slots", [2, 5])
-def test_text_equals_resident(tmp_path: Path, mode: str, num_slots: int) -> None:
+def test_text_equals_resident(
+    tmp_path: Path, mode: str, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """streaming: prompts as a host plans them, which has no time to for experts as small as these."""
+    if mode == "streaming":
+        serve_prompts(monkeypatch, mode)
     make_model(tmp_path, "qwen3_moe")
     options = {"device": "cuda", "dtype": "bfloat16", "num_pages": 300, "max_running_requests": 8}
     if mode == "staged":  # which no graph holds; a padded batch would choose other kernels
@@ -236,7 +280,7 @@ def test_text_equals_resident(tmp_path: Path, mode: str, num_slots: int) -> None
         str(tmp_path),
         **options,
         moe_expert_offload=True,
-        moe_offload_mode="device" if mode == "prefetch" else mode,
+        moe_offload_mode="staged" if mode == "staged" else "device",
         moe_expert_cache_size=num_slots,
         moe_prefetch=mode == "prefetch",
     )

@@ -9,14 +9,19 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.engine import offload as offload_module
+from minisgl.moe.store import device_cache
 from minisgl.moe.store.device_cache import DeviceStore
 from tests.e2e.model_factory import make_model, make_prompts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_text_equals_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefetch: bool) -> None:
+@pytest.mark.parametrize(("prefetch", "passing"), [(False, True), (False, False), (True, True)])
+def test_text_equals_resident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefetch: bool, passing: bool
+) -> None:
+    """passing: whether the device plans prompts, too, rather than the host."""
+    monkeypatch.setattr(device_cache, "passes", lambda *_: passing)
     monkeypatch.setattr(offload_module, "choose_mode", lambda *_: ("device", []))
     make_model(tmp_path, "qwen3_moe")
     options: dict[str, Any] = {"device": "cpu", "num_pages": 40, "moe_backend": "torch"}

@@ -30,6 +30,14 @@ E, K, D, F = 16, 4, 32, 64
 SHAPE = ExpertShape(D, F)
 
 
+WAYS = ["passing", "streaming"]
+
+
+def serve_prompts(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Whether a prompt is planned by the device, or by the host, whatever would be faster."""
+    monkeypatch.setattr(device_cache_module, "passes", lambda *_, **__: way == "passing")
+
+
 def make_stores(
     num_slots: int, num_layers: int = 1, num_transient: int = 4, in_turn: bool = False
 ) -> list[DeviceStore]:
@@ -80,11 +88,14 @@ def test_equal_to_resident_after_any_history(data: st.DataObject) -> None:
     router, backend = random_router(), TorchMoeBackend()
     resident = layer_of(resident_twin(store), router, backend)
     cached = layer_of(store, router, backend)
-    for num_tokens in data.draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 70]), max_size=6), "tokens"):
-        x = torch.randn(num_tokens, D)
-        assert torch.equal(cached(x), resident(x))
-        some = torch.tensor([num_tokens // 2], dtype=torch.int32)
-        assert torch.equal(cached(x, some), resident(x, some)), "padding rows"
+    steps = st.tuples(st.sampled_from([0, 1, 1, 2, 3, 70]), st.sampled_from(WAYS))
+    for num_tokens, way in data.draw(st.lists(steps, max_size=6), "tokens and ways"):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            serve_prompts(monkeypatch, way)
+            x = torch.randn(num_tokens, D)
+            assert torch.equal(cached(x), resident(x))
+            some = torch.tensor([num_tokens // 2], dtype=torch.int32)
+            assert torch.equal(cached(x, some), resident(x, some)), "padding rows"
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, E])
@@ -165,7 +176,11 @@ def prompt(*last: int) -> Routing:
     return ids(*[[t % 12, (t + 1) % 12, (t + 2) % 12, -1] for t in range(70)], list(last))
 
 
-def test_a_prompt_leaves_the_decode_set_alone_but_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_leaves_the_decode_set_alone_but_for_its_end(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_prompts(monkeypatch, way)
     monkeypatch.setattr(device_cache_module, "WARM_TOKENS", 1)
     (store,) = make_stores(num_slots=10)
     for row in ([12, 13, 14, 15], [12, 13, 14, 15], [0, 1, 12, 13]):
@@ -183,7 +198,10 @@ def test_a_prompt_leaves_the_decode_set_alone_but_for_its_end(monkeypatch: pytes
                for s, e in enumerate(store.plan.expert_of_S.tolist()) if e >= 0)  # fmt: skip
 
 
-def test_the_next_layer_streams_behind_a_layer_that_needed_everything() -> None:
+def test_the_next_layer_streams_behind_a_layer_that_needed_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve_prompts(monkeypatch, "streaming")
     first, second = make_stores(num_slots=2, num_layers=2, num_transient=6)
     everything = ids(*[[t % E, (t + 5) % E, (t + 9) % E, (t + 13) % E] for t in range(70)])
     list(first.place(everything))
@@ -197,14 +215,61 @@ def test_the_next_layer_streams_behind_a_layer_that_needed_everything() -> None:
     assert second.num_streamed == before, "a prompt of few experts sends nothing ahead"
 
 
-def test_a_prompt_fetches_only_what_it_uses() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_fetches_only_what_it_uses(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_prompts(monkeypatch, way)
     (store,) = make_stores(num_slots=1)
     list(store.place(ids(*[[2, 3, -1, -1]] * 70)))
     assert store.counters().num_bytes == 2 * store.layout.nbytes
 
 
+@pytest.mark.parametrize("num_slots", [1, 5, 11])
+def test_whoever_plans_a_prompt_leaves_the_same_cache(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between decode steps; and it counts the same, but for what the host has sent ahead in vain."""
+    pairs = [make_stores(num_slots, num_layers=2, num_transient=6) for _ in range(2)]
+    for num_tokens in (1, 70, 3, 1, 9, 200, 2):
+        routing = ids(*torch.stack([torch.randperm(E)[:K] for _ in range(num_tokens)]).tolist())
+        for way, stores in zip(WAYS, pairs):
+            serve_prompts(monkeypatch, way)
+            for store in stores:
+                list(store.place(routing, may_wait=True))
+        for passing, streaming in zip(*pairs):
+            for name in ("slot_of_E", "expert_of_S", "last_use_E", "uses_E", "clock"):
+                assert torch.equal(getattr(passing.plan, name), getattr(streaming.plan, name)), name
+            one, two = passing.counters(), streaming.counters()
+            assert (one.hits, one.misses, one.evictions) == (two.hits, two.misses, two.evictions)
+            assert one.num_bytes == one.misses * passing.layout.nbytes <= two.num_bytes
+            for slot, expert in enumerate(passing.plan.expert_of_S.tolist()):
+                assert expert < 0 or passing.slab.records_SB[slot].equal(passing.records_EB[expert])
+
+
+def test_the_device_takes_slots_into_which_the_host_has_begun_to_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer that streams has sent the next one's experts ahead; then that step ends, and a short prompt follows."""
+    stores = make_stores(num_slots=2, num_layers=2, num_transient=6)
+    router, backend = random_router(), TorchMoeBackend()
+    layers = [layer_of(store, router, backend) for store in stores]
+    resident = [layer_of(resident_twin(store), router, backend) for store in stores]
+    for way in ("streaming", "passing", "streaming"):
+        serve_prompts(monkeypatch, "streaming")
+        x = torch.randn(70, D)
+        assert torch.equal(layers[0](x), resident[0](x))
+        assert stores[1].num_streamed, "sent ahead"
+        serve_prompts(monkeypatch, way)
+        x = torch.randn(5, D)
+        for cached, twin in zip(layers, resident):
+            assert torch.equal(cached(x), twin(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_tokens", [2, 70])
-def test_a_step_that_ends_in_the_middle_leaves_true_slots(num_tokens: int) -> None:
+def test_a_step_that_ends_in_the_middle_leaves_true_slots(
+    num_tokens: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_prompts(monkeypatch, way)
     (store,) = make_stores(num_slots=5)
     router, backend = random_router(), TorchMoeBackend()
     resident = layer_of(resident_twin(store), router, backend)

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from minisgl.moe.kernels.fetch import await_chunks  # noqa: E402
 from minisgl.moe.store.device_plan import DevicePlan  # noqa: E402
+from minisgl.moe.store.passing import plan_passing  # noqa: E402
 
 
 class NamedTarget:
@@ -77,6 +78,15 @@ def test_place_compiles_for_few_routes(num_slots: int, kernels, tmp_path: Path) 
     plan.place_jointly(ids_TK, ahead=True)
     plan.place(ids_TK.expand(min(num_slots // 8, 4), 8).contiguous(), first=True)
     assert [spilled_bytes(kernel, tmp_path) for kernel in kernels["place_few_kernel"]] == [0, 0]
+
+
+@pytest.mark.slow
+def test_one_kernel_plans_prompts_of_any_length(kernels, tmp_path: Path) -> None:
+    plan = DevicePlan(512, 256, torch.device("cpu"))
+    for num_tokens in (2, 8, 300):
+        plan_passing(plan, torch.zeros((num_tokens, 8), dtype=torch.int32), 2, size=16, ring=2)
+    assert len({id(kernel) for kernel in kernels["pass_kernel"]}) == 1
+    assert spilled_bytes(kernels["pass_kernel"][0], tmp_path) <= 8
 
 
 @triton.jit

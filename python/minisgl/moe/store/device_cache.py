@@ -4,11 +4,13 @@
               fetch, on a second stream   host memory -> slots, first what gate_up needs, then what down needs, while
               compute                     the routes whose experts were there run; the others follow, gate_up while down travels
               in turn                     where kernels wait for records themselves: one stream, one wave, see `store.overlap`
-    prompt    experts that are in a slot at once; the others stream through transient slots, the next layer's behind them
+    prompt    experts that are in a slot at once; the others pass by, through transient slots: fetched as a decode step's are,
+              or, where copies can be started ahead, by the copy engine, the next layer's behind them
 
-A decode step never waits for the host, so a CUDA graph holds it, with as many waves as its tokens could need. A prompt
-waits for its routing once a layer and fetches nothing that no token uses. It leaves the caches alone but for what its last
-tokens used: those experts are copied from the transient slots, because decoding is about to ask for them.
+A decode step never waits for the host, so a CUDA graph holds it, with as many waves as its tokens could need. Nor does a
+short prompt (`prompts.passes`); a longer one waits for its routing once a layer. Neither fetches what no token uses. Both
+leave the caches alone but for what their last tokens used: those experts are copied from the transient slots, because decoding
+is about to ask for them.
 
 With `prefetches` a layer that knows a guess (`expect`) hands it to the following layer's store, whose early slots are filled
 behind the layer's own fetches for as long as the following layer has not begun; see `store.early`.
@@ -27,14 +29,15 @@ from minisgl.moe.store.base import CacheCounters, CacheView, Guess, StoreBytes
 from minisgl.moe.store.device_plan import CHUNK_BYTES, DevicePlan
 from minisgl.moe.store.early import MAX_EARLY_TOKENS, num_early_slots
 from minisgl.moe.store.overlap import Overlap, Serial
+from minisgl.moe.store.passing import plan_passing
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, graph_holds
+from minisgl.moe.store.prompts import STREAM_AHEAD, passes, size_of_waves
 from minisgl.moe.store.records import ExpertRecords
 from minisgl.moe.store.routes import look, slots_of_waves
 from minisgl.moe.store.streaming import TransientSlots
 
 WARM_TOKENS = 4  # last tokens of a prompt whose experts are kept, if half of the slots hold them
-STREAM_AHEAD = 0.9  # the next layer's experts follow if this layer needed so much of what it lacked
 
 
 class DeviceStore(ExpertRecords):
@@ -89,7 +92,7 @@ class DeviceStore(ExpertRecords):
             self._overlap.end()  # what a layer in turn has left open: its guess for this one
         many_waves = self.plan.num_waves(*ids_TK.shape) > 1
         if not self._is_planned(*ids_TK.shape) or (may_wait and many_waves):
-            return self._streaming(ids_TK)
+            return (self._passing if self._passes(len(ids_TK)) else self._streaming)(ids_TK)
         if awaits and self._overlap.in_turn and self.plan.joins(*ids_TK.shape):
             return self._in_turn(ids_TK, guess if self._may_prefetch(len(ids_TK)) else None)
         return self._planned(ids_TK, guess if self._may_prefetch(len(ids_TK)) else None)
@@ -178,10 +181,50 @@ class DeviceStore(ExpertRecords):
         begin, ahead = self._first_of_down, self._overlap.by_events
         self.plan.fetch(self.records_EB, self.slab.records_SB, begin, ahead=ahead)
 
+    def _passes(self, num_tokens: int) -> bool:
+        weights = 3 * self.shape.model_dim * self.shape.hidden_dim
+        sizes = (self.num_experts, self.plan.num_slots, self._transient.slab.num_slots)
+        return passes(num_tokens, self._top_k, weights, self.layout.nbytes, sizes)
+
+    def _passing(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
+        """A short prompt: what `_streaming` does, planned and fetched by the device. Never waits, and sends nothing ahead."""
+        plan, transient, kept = self.plan, self._transient, self._kept
+        near = transient.slab
+        size, ring = size_of_waves(ids_TK.numel(), self.num_experts, near.num_slots)
+        entering = False
+        with transient.lent():
+            passing = plan_passing(plan, ids_TK, min(kept, len(ids_TK)), size, ring)
+            fetches = [
+                partial(plan.fetch_passing, self.records_EB, near.records_SB, listed)
+                for listed in passing.waves
+            ]
+            try:
+                self._overlap.begin(fetches[:ring])
+                yield Placement(self.slab, passing.places_WTK[0])
+                entering = True
+                plan.place(ids_TK[-kept:], first=True, count=False)
+                for index in range(len(fetches)):
+                    self._overlap.join(index + 1)
+                    if index * size < kept * self._top_k:
+                        plan.fetch_some(near.records_SB, passing.places_WE[1 + index], self.slab.records_SB)
+                    yield Placement(near, passing.places_WTK[1 + index])
+                    if index + ring < len(fetches):
+                        self._overlap.go_on(fetches[index + ring])
+                entering = False
+            finally:
+                self._overlap.end()
+                if entering:  # the maps promise experts that have not come yet
+                    plan.fetch(self.records_EB, self.slab.records_SB)
+
+    @property
+    def _kept(self) -> int:
+        """Last tokens of a prompt whose experts enter the cache."""
+        return max(1, min(WARM_TOKENS, self.plan.num_slots // (2 * self._top_k)))
+
     def _streaming(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """A prompt; waits for its routing."""
         following = () if self.following is None else (self.following.plan.slot_of_E,)
-        kept = max(1, min(WARM_TOKENS, self.plan.num_slots // (2 * self._top_k)))
+        kept = self._kept
         found = look(ids_TK, self.num_experts, kept, (*self.plan.where(), *following))
         place_of_E = self.plan.place_of_E(*found.state[:2])
         hits = {expert: place_of_E[expert] for expert in found.used if place_of_E[expert] != EMPTY}

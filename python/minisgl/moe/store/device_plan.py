@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,14 @@ NUM_COUNTERS, NUM_EARLY_COUNTERS = (
     3,
     10,
 )  # hits, misses, evictions; with early slots also those of `kernels.early`
+
+
+class Listed(NamedTuple):
+    """What to fetch: experts and places, int32 [X], and how many of them, int32 [1]."""
+
+    experts_X: torch.Tensor
+    slots_X: torch.Tensor
+    num_fetch: torch.Tensor
 
 
 class EarlyPlan:
@@ -278,6 +287,17 @@ class DevicePlan:
         block, programs = self._fetch(records_EB, slab_SB, ends, counts=True, **pdl_options(slab_SB.device))
         return (-(-cut // block), -(-(ends[2] - cut) // block)), programs + 1
 
+    def fetch_passing(self, records_EB: torch.Tensor, transient_XB: torch.Tensor, listed: Listed) -> None:
+        """Copy a wave of `passing.plan_passing` into its transient slots."""
+        end = transient_XB.shape[1]
+        self._fetch(
+            records_EB,
+            transient_XB,
+            (0, end, end),
+            listed=listed,
+            PDL=has_dependent_launch(transient_XB.device),
+        )
+
     def fetch_some(self, records_XB: torch.Tensor, place_of_E: torch.Tensor, slab_SB: torch.Tensor) -> None:
         """Of what the latest `place` listed, copy what records_XB holds: expert e at place_of_E[e], int32 [E], unless -1."""
         end = slab_SB.shape[1]
@@ -290,22 +310,25 @@ class DevicePlan:
         ends: tuple[int, int, int],
         place_of_E: torch.Tensor | None = None,
         counts: bool = False,
+        listed: Listed | None = None,
         **dependent: bool,
     ) -> tuple[int, int]:
-        """ends: begin, cut and end in bytes; see `fetch_kernel`. Returns bytes a chunk, and programs."""
+        """ends: begin, cut and end in bytes; see `fetch_kernel`. listed: what to copy, None for what the latest `place` listed.
+        Returns bytes a chunk, and programs."""
         begin, cut, end = (e // 8 for e in ends)
-        some, early = place_of_E is not None, self.early.num_early > 0
+        some, early = place_of_E is not None, self.early.num_early > 0 and listed is None
+        experts_X, slots_X, num_fetch = listed or (self.fetch_experts_S, self.fetch_slots_S, self.num_fetch)
         programs, words = (COPY_PROGRAMS, COPY_WORDS) if some else (FETCH_PROGRAMS, FETCH_WORDS)
         block = min(words, next_power_of_two(max(cut - begin, end - cut)))
-        programs = min(programs, self.num_slots * -(-(end - begin) // block))
+        programs = min(programs, len(experts_X) * -(-(end - begin) // block))
         fetch_kernel[(programs,)](
             records_EB.view(torch.int64),
             self.slot_of_E if place_of_E is None else place_of_E,
             slab_SB.view(torch.int64),
-            self.fetch_experts_S,
-            self.fetch_slots_S,
+            experts_X,
+            slots_X,
             self.fetch_chunks_S,
-            self.num_fetch,
+            num_fetch,
             self.told_3M,
             self.arrived_S1,
             WORDS=slab_SB.shape[1] // 8,

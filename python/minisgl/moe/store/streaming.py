@@ -12,6 +12,7 @@ Neighbours that go into neighbouring slots are one copy: launching a copy takes 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -117,6 +118,22 @@ class TransientSlots:
                 self._start_ahead(following[0], after)
         finally:  # a step that ends in the middle gives its slots back; later copies into them come after those under way
             self._free.extend(taken.popleft().slot for _ in range(started))
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """All slots to whoever fills them by other means: what is launched from now on finds them free, and later copies come
+        after what is launched until then.
+        """
+        self._free.extend(self._unserved)
+        self._unserved = []
+        started = [travelling.slot for travelling in self._ahead]
+        self._ahead.clear()
+        self._copies.wait(started)
+        self._free.extend(started)
+        try:
+            yield
+        finally:
+            self._copies.release(range(self.slab.num_slots))
 
     def _arrived(self, owner: Owner, experts: Sequence[int]) -> deque[Travelling]:
         """What was started ahead, for this layer or in vain: slots always become free in the order in which they were taken, so
