@@ -15,7 +15,7 @@ from minisgl.moe.base import ExpertShape, Routing, RoutingRule
 from minisgl.moe.formats import get_format
 from minisgl.moe.fused import FusedMoeBackend
 from minisgl.moe.select import Choice, Tiles
-from minisgl.moe.store import CacheCounters, ResidentStore
+from minisgl.moe.store import CacheCounters, ResidentStore, device_cache
 from minisgl.moe.store.device_cache import DeviceStore
 from minisgl.moe.store.device_plan import CHUNK_BYTES
 from minisgl.moe.store.overlap import Serial
@@ -151,6 +151,30 @@ def test_more_tokens_than_guesses_are_for() -> None:
     for num_tokens, expected in ((5, False), (70, False), (4, True)):
         forward(cached, torch.randn(num_tokens, D), torch.tensor([num_tokens], dtype=torch.int32))
         assert (total(cached).early_bytes > 0) == expected, f"{num_tokens} tokens"
+
+
+@pytest.mark.parametrize("way", ["passing", "streaming"])
+def test_a_prompt_fetches_whole_what_came_early(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end takes what came early into the cache; but the prompt's own copies know nothing of that, and all are counted."""
+    monkeypatch.setattr(device_cache, "passes", lambda *_: way == "passing")
+    torch.manual_seed(0)
+    link = Interrupted()
+    resident, cached = make_layers(5, 2, link)
+    record = cached[0].store.layout.nbytes
+    useful = 0
+    for most in (1, 2, 5, 100):
+        link.most = most
+        x_TD = torch.randn(1, D)
+        for _ in range(2):
+            assert torch.equal(forward(cached, x_TD, None), forward(resident, x_TD, None))
+        x_TD = torch.randn(70, D)
+        cached[0](x_TD[-1:])  # guesses for a layer that the prompt's end is about to ask
+        before = total(cached)
+        assert torch.equal(cached[1](x_TD), resident[1](x_TD))
+        done = total(cached) - before
+        assert done.num_bytes == done.misses * record + done.early_bytes
+        useful += done.useful_bytes
+    assert useful > 0
 
 
 @pytest.mark.parametrize("num_waves", [0, 1, 2])

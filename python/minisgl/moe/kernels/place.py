@@ -167,5 +167,5 @@ def place_kernel(
         tl.store(counters, tl.load(counters) + num_hits + num_loaded - num_fetched)
         tl.store(counters + 1, tl.load(counters + 1) + num_fetched)
         tl.store(counters + 2, tl.load(counters + 2) + num_evicted)
-    if A > 0 and FIRST:
-        count_early(counters, copied, fetched, there)
+    if A > 0 and FIRST:  # a prompt's end saves nothing: its experts pass by whole
+        count_early(counters, copied, fetched & COUNT, there)
