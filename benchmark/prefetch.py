@@ -2,6 +2,7 @@
 
     python benchmark/prefetch.py --format fp8 --slots 30 --recall off,0,0.5,0.8,1
     python benchmark/prefetch.py --format int4 --slots 49 --layers 12
+    python benchmark/prefetch.py --recall off,0 --window 8         layers that have stopped guessing, before they are measured
     python benchmark/prefetch.py --recall-of demo           how often a model's guesses are right, on any device
 
 Routing is forced as in offload.py, and so are the guesses: of the experts that the next layer will use, each is guessed with
@@ -23,7 +24,9 @@ from rich.console import Console
 from minisgl import LLM, SamplingParams
 from minisgl.layers.moe import MoELayer
 from minisgl.moe.backend import MoeBackend
+from minisgl.moe.store import device_plan
 from minisgl.moe.store.device_cache import DeviceStore
+from minisgl.moe.store.early import WINDOW
 from minisgl.moe.store.overlap import Forked
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import SlotTable, place_step
@@ -82,6 +85,7 @@ def forced_guess(bench: Bench, following: MoELayer, index: int) -> Any:
 
 
 def measure(args: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    device_plan.WINDOW = args.window
     bench = Bench(args, args.format, args.batch)
     if bench.mode != "device":
         raise SystemExit("not every expert is pinned: there is no prefetching")
@@ -157,6 +161,9 @@ def main() -> None:
     parser.add_argument("--routing", default="local", help="random, local, hits=P@S or a trace")
     parser.add_argument(
         "--recall", default="off,0,0.5,0.8,1", help="shares of right guesses; off: none at all"
+    )
+    parser.add_argument(
+        "--window", type=int, default=WINDOW, help="guesses after which a layer's prefetching is judged"
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
