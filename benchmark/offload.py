@@ -3,6 +3,7 @@
     python benchmark/offload.py --format fp8 --slots 8,30,60 --routing random,local           decode, one row a combination
     python benchmark/offload.py --format int4 --slots auto --gpu-memory-limit 12 --routing local --prefill 8,64,256,8192
     python benchmark/offload.py --overlap forked,serial --slots 30 --routing local             compare ways to overlap
+    python benchmark/offload.py --slots 49 --prefill 8,64 --prompts-by host,device             compare who plans prompts
 
 Routing is forced where a backend decides it (`backend.route`), so the model runs as always, its CUDA graphs too. For every row:
 
@@ -22,7 +23,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from minisgl.moe.store.pinned import HostRecords
 from offload_expected import check_bytes, expected_misses
 from offload_report import plot, show_decode, show_prompt
 from record import append_record, event_ms
-from routing.forced import ForcedBackend, ForcedRouting, one_layer_of_random_weights
+from routing.forced import ForcedBackend, ForcedRouting, one_layer_of_random_weights, prompts_by
 from routing.synthetic import make_routing
 
 TINY = {
@@ -331,10 +332,12 @@ def measure(args: argparse.Namespace, console: Console, rows: list[dict[str, Any
                 check_bytes(row)
                 rows.append(row)
                 show_decode(rows[-1], console, header=len(rows) == 1)
-            for num_tokens in prompt_lengths(args):
-                bench.prompt(num_tokens)  # kernels compile at their first call
+            for num_tokens, who in product(prompt_lengths(args), args.prompts_by.split(",")):
+                with prompts_by(who):
+                    bench.prompt(num_tokens)  # kernels compile at their first call
+                    row = {**case, "planned_by": who, **bench.prompt(num_tokens)}
                 resident = {"resident_s": parts.get(f"prompt_{num_tokens}_s")}
-                rows.append({**case, **bench.prompt(num_tokens), **resident, "link_bytes_per_s": link})
+                rows.append({**row, **resident, "link_bytes_per_s": link})
                 show_prompt(rows[-1], console)
         bench.llm.close()
         del bench
@@ -360,6 +363,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens before the measured ones")
     parser.add_argument("--steps", type=int, default=64, help="measured steps")
     parser.add_argument("--prefill", default="", help="prompt lengths to measure, comma separated")
+    parser.add_argument(
+        "--prompts-by", default="auto", help="who plans them: auto, device, host, comma separated"
+    )
     parser.add_argument("--max-prefill-length", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=32768)
     parser.add_argument(

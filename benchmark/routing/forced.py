@@ -9,6 +9,7 @@ import torch
 
 from minisgl.moe.backend import MoeBackend, MoeStep
 from minisgl.moe.base import Problem, Routing, RoutingRule
+from minisgl.moe.store import device_cache
 from minisgl.moe.store.records import ExpertRecords
 
 
@@ -98,3 +99,15 @@ def one_layer_of_random_weights() -> Iterator[None]:
         yield
     finally:
         ExpertRecords.fill_random = fill
+
+
+@contextmanager
+def prompts_by(who: str) -> Iterator[None]:
+    """Prompts are planned by the "device" or by the "host", however long they are; "auto": as the store chooses."""
+    chooses = device_cache.passes
+    if who != "auto":
+        device_cache.passes = lambda *_: who == "device"
+    try:
+        yield
+    finally:
+        device_cache.passes = chooses
