@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -146,8 +147,12 @@ def _fill(search, tuner, case) -> None:
 @pytest.mark.skipif(not has_gluon(), reason="needs the Triton for whose Gluon the kernel is written")
 @pytest.mark.parametrize("compiled", [90], indirect=True)
 @pytest.mark.parametrize("format_name", ["bf16", "fp8", "int8"])
-def test_it_compiles_without_spills(format_name, compiled, tmp_path):  # noqa: F811
+def test_it_compiles_without_spills_and_keeps_results_in_the_l2(format_name, compiled, tmp_path):  # noqa: F811
     wanted = problem(format_name)
     compile_choice(CompileTask(wanted, persistent_heuristic(wanted)))
     assert set(compiled) == {"persistent_kernel"}
     assert spilled_bytes(compiled["persistent_kernel"], tmp_path) == 0
+    ptx = compiled["persistent_kernel"].asm["ptx"]
+    kept = re.findall(r"st\.global\.\S*L2::cache_hint", ptx)
+    assert len(kept) >= 3  # one of activated rows, two of rows
+    assert ptx.count("createpolicy.fractional.L2::evict_last") >= len(kept)
