@@ -226,14 +226,14 @@ def run_gemm(case: TuningCase, choice: Choice, workspace: Workspace, gemm: str) 
     num_routes, model_dim = problem.num_tokens * problem.top_k, problem.shape.model_dim
     gemms = launch_few_rows if choice.kernel == "few_rows" else launch
     if choice.kernel == "direct" and gemm == "gate_up":
-        launch_direct.direct_gate_up(case.x_TD, case.placement, problem, choice.gate_up, True, buffers)
+        launch_direct.direct_gate_up(case.x_TD, case.placement, problem, choice, True, buffers)
     elif choice.kernel == "direct" and choice.down.wide:
         rows_RD = buffers.rows_RD(num_routes, model_dim, torch.float32)
         launch_direct.wide_down(rows_RD, case.placement, problem, choice.down, buffers)
         launch.reduce(rows_RD, case.weights_TK, buffers, torch.empty_like(case.x_TD))
     elif choice.kernel == "direct":
         y_TD = torch.empty_like(case.x_TD)
-        launch_direct.direct_down(y_TD, case.placement, case.weights_TK, problem, choice.down, buffers, True)
+        launch_direct.direct_down(y_TD, case.placement, case.weights_TK, problem, choice, buffers, True)
     elif gemm == "gate_up":
         gemms.gate_up(case.x_TD, slab, problem, choice, num_routes, buffers)
     else:

@@ -179,6 +179,8 @@ def neighbours(
     if kernel != "grouped":
         changes += [{"block_n": n} for n in (tiles.block_n * 2, tiles.block_n // 2)]
         changes += [{"preload": n} for n in (tiles.preload + 1, tiles.preload - 1)]
+        if kernel == "direct" and not tiles.wide and reads_words(problem):
+            changes += [{"registers": n} for n in (0, 64, 128) if n != tiles.registers]
     else:
         changes += [{"tiles_n": n} for n in TILES_N] + [{"group_m": n} for n in (1, 4, 16)]
         changes += [{"swap": not tiles.swap}]

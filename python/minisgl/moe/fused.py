@@ -181,15 +181,13 @@ class FusedStep:
 
     def _run_direct(self, placement: Placement, only_wave: bool) -> None:
         problem, choice, buffers = self.problem, self.choice, self.buffers
-        launch_direct.direct_gate_up(
-            self.x_TD, placement, problem, choice.gate_up, self.num_waves == 0, buffers
-        )
+        launch_direct.direct_gate_up(self.x_TD, placement, problem, choice, self.num_waves == 0, buffers)
         placement.before_down()
         if choice.down.wide:
             launch_direct.wide_down(self.rows_RD, placement, problem, choice.down, buffers)
             return
         out = self.y_TD if only_wave else self.rows_RD
-        launch_direct.direct_down(out, placement, self.weights_TK, problem, choice.down, buffers, only_wave)
+        launch_direct.direct_down(out, placement, self.weights_TK, problem, choice, buffers, only_wave)
         self.finished = only_wave
 
     def _run_grouped(self, placement: Placement, only_wave: bool) -> None:

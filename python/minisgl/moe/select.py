@@ -52,7 +52,8 @@ class Tiles:
     kernel multiplies on the tensor cores. preload: K steps that the direct down kernel, and those for few rows, ask for
     ahead. tiles_n: column tiles a grouped program works on one after the other. roles: warps of a grouped program load
     or multiply, see `kernels.hopper` and, of 4 bits, `kernels.hopper_words`. The two GEMMs of the persistent kernel
-    share all but block_n.
+    share all but block_n. registers: at most so many a thread of the direct kernels on words, so that more programs run at a
+    time; 0: as many as the compiler takes.
     """
 
     block_n: int
@@ -66,6 +67,7 @@ class Tiles:
     preload: int = 1
     tiles_n: int = 1
     roles: bool = False
+    registers: int = 0
 
 
 @dataclass(frozen=True)

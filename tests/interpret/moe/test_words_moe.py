@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from minisgl.moe.fused import FusedMoeBackend
+from minisgl.moe.kernels.launch_words import in_lane_order
+from minisgl.moe.kernels.word_loads import lane_order
 from minisgl.moe.select import Choice, Tiles
 from tests.interpret.moe.steps import run_step, store
 from tests.moe_oracle import random_case, relative_error
@@ -40,6 +42,31 @@ def test_every_format_agrees_with_float64(name, group, symmetric, dtype, preload
     )
     y = run_step(backend, case, stored)
     assert relative_error(y, stored.oracle(case)) < (2e-3 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("up", "down"),
+    [(Tiles(32, 128, 4), Tiles(64, 256, 4)), (Tiles(16, 128, 4), Tiles(32, 128, 4, preload=2))],
+)
+@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (64, False)])
+def test_activated_rows_in_lane_order(group, symmetric, up, down, monkeypatch):
+    """int4 with hidden dims in whole blocks of 256; every other format leaves columns where they are."""
+    case = random_case(2, 2, 3, 128, 512, dtype=torch.float16, seed=6)
+    stored = store(case, "int4", group, symmetric)
+    assert in_lane_order(stored.problem(case), Choice("direct", 1, up, down), case.x.device)
+    backend = backend_with(up, down, monkeypatch)
+    y = run_step(backend, case, stored)
+    assert relative_error(y, stored.oracle(case)) < 2e-3
+    assert torch.equal(run_step(backend, case, stored, waves=2), y)
+
+
+def test_lane_order_reads_sixteen_bytes_of_eight_lanes_at_a_time():
+    columns = torch.arange(768)
+    places = lane_order.fn(columns)
+    assert torch.equal(places.sort().values, columns)
+    lanes = places.view(3, 8, 4, 8)  # [block, lane, load, column]
+    wanted = columns.view(3, 4, 8, 8).transpose(1, 2)  # of a load, lanes follow one another
+    assert torch.equal(lanes, wanted)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -78,6 +78,15 @@ def test_tails_do_not_spill(format_name, compiled, tmp_path):
     assert [spilled_bytes(kernel, tmp_path) for kernel in compiled.values()] == [0, 0]
 
 
+def test_a_limit_of_registers_costs_hardly_a_spill(compiled, tmp_path):
+    """Tiles of eight units, as decoding of four tokens uses them: eight programs of two warps fit a multiprocessor."""
+    tiles = Tiles(8, 2048, 2, registers=128)
+    compile_choice(CompileTask(problem("int4"), Choice("direct", 1, tiles, Tiles(8, 256, 2))))
+    kernel = compiled["words_gate_up_kernel"]
+    assert spilled_bytes(kernel, tmp_path) <= 16
+    assert ".maxnreg 128" in kernel.asm["ptx"]
+
+
 def test_int4_is_multiplied_by_tensor_cores_where_a_group_is_a_quads(compiled):
     for group, products in ((128, True), (64, False)):
         task = problem("int4")

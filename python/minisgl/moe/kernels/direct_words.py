@@ -18,141 +18,23 @@ from minisgl.moe.kernels.dependent import start_next, wait_for_previous
 from minisgl.moe.kernels.fetch import await_chunks
 from minisgl.moe.kernels.product import activated
 from minisgl.moe.kernels.reduce import add_up, load_route_weights
-from minisgl.moe.kernels.tiles import load_once
 from minisgl.moe.kernels.told import await_word, place_of_route, records_on_their_way, turn_of_route
-from minisgl.moe.kernels.words import (
-    by_group,
-    dot_two,
-    load_even,
+from minisgl.moe.kernels.word_loads import (
+    existing,
+    lane_order,
+    load_late,
+    load_params,
+    load_params_step,
     load_row_scales,
-    load_x,
-    per_word,
-    prepared,
+    load_rows,
+    load_words,
+    load_words_step,
+    load_x_step,
     row_parameters,
-    within,
+    row_pointers,
 )
+from minisgl.moe.kernels.words import by_group, dot_two, prepared
 from minisgl.moe.kernels.words_mxfp4 import dot_two_mxfp4
-
-
-@triton.jit
-def row_pointers(
-    weights, scales, zeros, held, row_a, row_b, block_b, strides, K: tl.constexpr, FORMAT: tl.constexpr
-):  # fmt: skip
-    """Where rows row_a and row_b of slots `held` begin: pointers to words, scales and zeros, as a tuple.
-
-    strides: of slots in words, scales and zeros, and of a row of scales. block_b: the row of block scales that row_b
-    has (fp8_block). Rows and slots broadcast to [experts, rows, 1].
-    """
-    PER_WORD: tl.constexpr = per_word(FORMAT)
-    w, s, z = weights + held * strides[0], scales + held * strides[1], zeros + held * strides[2]
-    scale_a, scale_b = row_a, row_b
-    if FORMAT == "fp8_block":
-        scale_a, scale_b = row_a // 128, block_b
-    return (
-        w + row_a * (K // PER_WORD),
-        w + row_b * (K // PER_WORD),
-        s + scale_a * strides[3],
-        s + scale_b * strides[3],
-        z + row_a * strides[3],
-        z + row_b * strides[3],
-    )
-
-
-@triton.jit
-def _load_words(
-    rows,
-    here,
-    i: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ALL: tl.constexpr,
-):
-    """Words of step i of two tiles. rows: see `row_pointers`; here: bool [experts, 1, 1], ignored if ALL."""
-    WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
-    EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
-    inside = within(here, i, WORDS, K // per_word(FORMAT))
-    word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
-    return load_once(rows[0] + word, inside, EVEN), load_once(rows[1] + word, inside, EVEN)
-
-
-@triton.jit
-def _load_params(
-    rows, here, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    ALL: tl.constexpr,
-):  # fmt: skip
-    """Scales and zeros of both tiles' groups of step i: four of float32 [experts, rows, groups], or numbers."""
-    if GROUP == 0:
-        return 0.0, 0.0, 0.0, 0.0
-    else:
-        GROUPS: tl.constexpr = BLOCK_K // GROUP
-        EVEN: tl.constexpr = ALL and K % BLOCK_K == 0
-        inside = within(here, i, GROUPS, (K + GROUP - 1) // GROUP)
-        g = i * GROUPS + tl.arange(0, GROUPS)[None, None, :]
-        scale_a, scale_b = load_even(rows[2] + g, inside, EVEN), load_even(rows[3] + g, inside, EVEN)
-        if HAS_ZERO:
-            zero_a, zero_b = load_even(rows[4] + g, inside, EVEN), load_even(rows[5] + g, inside, EVEN)
-            return scale_a, scale_b, zero_a.to(tl.float32), zero_b.to(tl.float32)
-        else:
-            return scale_a, scale_b, 8.0, 8.0
-
-
-@triton.jit
-def load_words(
-    rows, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr
-):  # fmt: skip
-    """Words of the first COUNT steps, as a tuple."""
-    steps = ()  # tuples grow by +: Triton has no (*a, b)
-    for i in tl.static_range(COUNT):
-        steps = steps + (_load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL),)  # noqa: RUF005
-    return steps
-
-
-@triton.jit
-def load_late(words, rows, late, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """The steps of `words`, with the rows `late`, bool [experts, 1, 1], loaded now."""
-    WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
-    steps = ()
-    for i in tl.static_range(len(words)):
-        inside = within(late, i, WORDS, K // per_word(FORMAT))
-        word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
-        a = tl.load(rows[0] + word, mask=inside, other=words[i][0])
-        steps = steps + ((a, tl.load(rows[1] + word, mask=inside, other=words[i][1])),)  # noqa: RUF005
-    return steps
-
-
-@triton.jit
-def load_params(
-    rows, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    ALL: tl.constexpr,
-):  # fmt: skip
-    steps = ()
-    for i in tl.static_range(COUNT):
-        steps = steps + (_load_params(rows, here, i, K, BLOCK_K, GROUP, HAS_ZERO, ALL),)  # noqa: RUF005
-    return steps
-
-
-@triton.jit
-def load_rows(
-    x, x_row, here, COUNT: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr,
-    FOURS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The first COUNT steps of rows x_row (int64, [experts, 1, 1] or a scalar) of x, as a tuple."""
-    steps = ()
-    for i in tl.static_range(COUNT):
-        steps = steps + (_load_x_step(x, x_row, here, i, K, BLOCK_K, FORMAT, ALL, FOURS, ASM),)  # noqa: RUF005
-    return steps
-
-
-@triton.jit
-def _load_x_step(
-    x, x_row, here, i: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr,
-    FOURS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    WORDS: tl.constexpr = BLOCK_K // per_word(FORMAT)
-    inside = within(here, i, WORDS, K // per_word(FORMAT))
-    word = i * WORDS + tl.arange(0, WORDS)[None, None, :]
-    return load_x(x, x_row, word, inside, K, FORMAT, ALL and K % BLOCK_K == 0, FOURS, ASM)
 
 
 @triton.jit
@@ -183,7 +65,7 @@ def _add_step(
 def multiply_rows(
     x, x_row, xs, words, params, rows, here, K: tl.constexpr,
     BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, ALL: tl.constexpr,
-    FOURS: tl.constexpr, ASM: tl.constexpr,
+    FOURS: tl.constexpr, ASM: tl.constexpr, LANE_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Float32 dot products [experts, rows] of two tiles with rows x_row of x. xs, words and params: the steps that were
     loaded before; the others are loaded here."""
@@ -193,9 +75,9 @@ def multiply_rows(
         if i < len(words):
             x_i, words_i, params_i = xs[i], words[i], params[i]
         else:
-            words_i = _load_words(rows, here, i, K, BLOCK_K, FORMAT, ALL)
-            x_i = _load_x_step(x, x_row, here, i, K, BLOCK_K, FORMAT, ALL, FOURS, ASM)
-            params_i = _load_params(rows, here, i, K, BLOCK_K, GROUP, HAS_ZERO, ALL)
+            words_i = load_words_step(rows, here, i, K, BLOCK_K, FORMAT, ALL)
+            x_i = load_x_step(x, x_row, here, i, K, BLOCK_K, FORMAT, ALL, FOURS, ASM, LANE_ORDER)
+            params_i = load_params_step(rows, here, i, K, BLOCK_K, GROUP, HAS_ZERO, ALL)
         acc_a, acc_b = _add_step(acc_a, acc_b, words_i, params_i, x_i, FORMAT, GROUPS, FOURS, ASM)
     return tl.sum(acc_a, 2), tl.sum(acc_b, 2)
 
@@ -203,7 +85,7 @@ def multiply_rows(
 @triton.jit
 def _store_activated(
     gate, up, parameters, activated_RF, route, n, F: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, LANE_ORDER: tl.constexpr,
 ):  # fmt: skip
     """gate, up: [1, N]. parameters: scales and biases, [N] (ignored where there are none)."""
     gate, up = gate.reshape(gate.shape[1]), up.reshape(up.shape[1])
@@ -214,7 +96,8 @@ def _store_activated(
         gate += parameters[2]
         up += parameters[3]
     hidden = activated(gate, up, ACTIVATION).to(activated_RF.dtype.element_ty)
-    tl.store(activated_RF + route.to(tl.int64) * F + n, hidden, mask=n < F)
+    column = lane_order(n) if LANE_ORDER else n
+    tl.store(activated_RF + route.to(tl.int64) * F + column, hidden, mask=n < F)
 
 
 @triton.jit
@@ -230,7 +113,7 @@ def words_gate_up_kernel(
     served_R,  # out int8 [R]
     stride_s,
     stride_scale_s,
-    stride_scale_n,
+    stride_scale_n: tl.constexpr,  # of rows in a line, whose addresses then differ by constants
     stride_zero_s,
     stride_bias_s,
     D: tl.constexpr,
@@ -242,6 +125,7 @@ def words_gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FIRST_WAVE: tl.constexpr,
+    LANE_ORDER: tl.constexpr,  # of activated rows, see `lane_order`
     CHUNKS: tl.constexpr,  # that a record on its way has of gate_up's parts; 0: all records are complete
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -252,7 +136,7 @@ def words_gate_up_kernel(
 ):
     route, pid_n = tl.program_id(0), tl.program_id(1)
     n, here = pid_n * BLOCK_N + tl.arange(0, BLOCK_N), tl.full((1, 1, 1), True, tl.int1)
-    gate_n = tl.minimum(n, F - 1)
+    gate_n = existing(n, F, BLOCK_N, FORMAT)
     # Not for the kernels ahead, plan and copy: when they began, all before the router had ended.
     if CHUNKS > 0:
         word = await_word(slots_R + route, True)
@@ -272,7 +156,7 @@ def words_gate_up_kernel(
     # Loads are issued in this order, and threads wait in order: scales last, which change hands through shared memory.
     words = load_words(rows, here, PRELOAD, D, BLOCK_K, FORMAT, True)
     token = (route // TOP_K).to(tl.int64)
-    xs = load_rows(x_TD, token, here, PRELOAD, D, BLOCK_K, FORMAT, True, FOURS, ASM)
+    xs = load_rows(x_TD, token, here, PRELOAD, D, BLOCK_K, FORMAT, True, FOURS, ASM, False)
     params = load_params(rows, here, PRELOAD, D, BLOCK_K, GROUP, HAS_ZERO, True)
     whole = row_parameters(
         scales + held * stride_scale_s, bias + held * stride_bias_s, gate_n, gate_n + F, FORMAT, HAS_BIAS
@@ -286,9 +170,10 @@ def words_gate_up_kernel(
     if slot < 0:
         return
     gate, up = multiply_rows(
-        x_TD, token, xs, words, params, rows, here, D, BLOCK_K, FORMAT, GROUP, HAS_ZERO, True, FOURS, ASM
+        x_TD, token, xs, words, params, rows, here, D, BLOCK_K, FORMAT, GROUP, HAS_ZERO, True, FOURS, ASM,
+        False,
     )  # fmt: skip
-    _store_activated(gate, up, whole, activated_RF, route, n, F, FORMAT, HAS_BIAS, ACTIVATION)
+    _store_activated(gate, up, whole, activated_RF, route, n, F, FORMAT, HAS_BIAS, ACTIVATION, LANE_ORDER)
 
 
 @triton.jit
@@ -319,7 +204,7 @@ def words_down_kernel(
     weights_R,  # float32
     stride_s,
     stride_scale_s,
-    stride_scale_n,
+    stride_scale_n: tl.constexpr,
     stride_zero_s,
     stride_bias_s,
     D: tl.constexpr,
@@ -331,6 +216,7 @@ def words_down_kernel(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SUM: tl.constexpr,
+    LANE_ORDER: tl.constexpr,
     CHUNKS: tl.constexpr,  # that a record on its way has of down's parts; 0: all records are complete
     PROGRAMS: tl.constexpr,  # that are counted, too
     BLOCK_N: tl.constexpr,  # at least 2
@@ -357,7 +243,8 @@ def words_down_kernel(
     slot = tl.where(here_k, slot, 0)
     n_a = pid_n * BLOCK_N + tl.arange(0, HALF)
     n_b = n_a + HALF
-    first, second = tl.minimum(n_a, D - 1)[None, :], tl.minimum(n_b, D - 1)[None, :]
+    first = existing(n_a, D, BLOCK_N, FORMAT)[None, :]
+    second = existing(n_b, D, BLOCK_N, FORMAT)[None, :]
     strides = (stride_s, stride_scale_s, stride_zero_s, stride_scale_n)
     row_a, row_b = first[:, :, None], second[:, :, None]
     held = slot[:, None, None]
@@ -380,10 +267,10 @@ def words_down_kernel(
     wait_for_previous(PDL)
     start_next(PDL)
     x_row = route.to(tl.int64)[:, None, None]
-    xs = load_rows(activated_RF, x_row, here, PRELOAD, F, BLOCK_K, FORMAT, False, FOURS, ASM)
+    xs = load_rows(activated_RF, x_row, here, PRELOAD, F, BLOCK_K, FORMAT, False, FOURS, ASM, LANE_ORDER)
     rows_a, rows_b = multiply_rows(
         activated_RF, x_row, xs, words, params, rows, here, F, BLOCK_K, FORMAT, GROUP, HAS_ZERO, False,
-        FOURS, ASM,
+        FOURS, ASM, LANE_ORDER,
     )  # fmt: skip
     if CHUNKS == 0:  # here and not above: a pointer that waits costs registers
         s = scales + (slot * stride_scale_s)[:, None]

@@ -33,12 +33,13 @@ def direct_gate_up(
     x_TD: torch.Tensor,
     placement: Placement,
     problem: Problem,
-    tiles: Tiles,
+    choice: Choice,
     first_wave: bool,
     buffers: Buffers,
 ) -> None:
+    tiles = choice.gate_up
     if uses_words(problem, tiles, x_TD.device):
-        words_gate_up(x_TD, placement, problem, tiles, first_wave, buffers)
+        words_gate_up(x_TD, placement, problem, choice, first_wave, buffers)
         return
     assert tiles.wide or problem.format not in PACKED_FORMATS, (
         "4-bit codes are read as words, or on the tensor cores"
@@ -110,14 +111,15 @@ def wide_down(
 
 
 def direct_down(
-    out: torch.Tensor, placement: Placement, weights_TK: torch.Tensor, problem: Problem, tiles: Tiles,
+    out: torch.Tensor, placement: Placement, weights_TK: torch.Tensor, problem: Problem, choice: Choice,
     buffers: Buffers, add_up: bool,
 ) -> None:  # fmt: skip
     """out: y [T, D] if add_up, else float32 rows [R, D]."""
     # The kernels ask for weights before their wait, so with weights that are just arriving they mustn't start early.
     early = {"PDL": False} if placement.in_two_parts else pdl_options(out.device)
+    tiles = choice.down
     if uses_words(problem, tiles, out.device):
-        words_down(out, placement, weights_TK, problem, tiles, buffers, add_up, early)
+        words_down(out, placement, weights_TK, problem, choice, buffers, add_up, early)
         return
     slab, shape = placement.slab, problem.shape
     args = weight_args(slab, "down", tiles, words=False)

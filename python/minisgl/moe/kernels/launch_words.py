@@ -12,7 +12,7 @@ from minisgl.moe.base import Placement, Problem, Slab
 from minisgl.moe.kernels import launch
 from minisgl.moe.kernels.direct_words import words_down_kernel, words_gate_up_kernel
 from minisgl.moe.kernels.launch import pdl_options, weight_args
-from minisgl.moe.select import CODES_PER_WORD, PACKED_FORMATS, Tiles, reads_words
+from minisgl.moe.select import CODES_PER_WORD, PACKED_FORMATS, Choice, Tiles, reads_words
 from minisgl.moe.workspace import Buffers, next_power_of_two
 
 
@@ -23,6 +23,13 @@ def uses_words(problem: Problem, tiles: Tiles, device: torch.device) -> bool:
     if not launch.on_cuda(device):
         problem = replace(problem, dtype=torch.bfloat16)
     return reads_words(problem)
+
+
+def in_lane_order(problem: Problem, choice: Choice, device: torch.device) -> bool:
+    """Whether gate_up stores activated rows as the lanes of down read them: see `word_loads.lane_order`."""
+    both = (choice.gate_up, choice.down)
+    words = problem.format == "int4" and all(uses_words(problem, tiles, device) for tiles in both)
+    return words and problem.shape.hidden_dim % 256 == 0
 
 
 def _group(slab: Slab, name: str, num_cols: int) -> int:
@@ -65,6 +72,7 @@ def _constants(
         "ASM": asm,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        "maxnreg": tiles.registers or None,
     }
 
 
@@ -72,11 +80,11 @@ def words_gate_up(
     x_TD: torch.Tensor,
     placement: Placement,
     problem: Problem,
-    tiles: Tiles,
+    choice: Choice,
     first_wave: bool,
     buffers: Buffers,
 ) -> None:
-    slab, shape = placement.slab, problem.shape
+    slab, shape, tiles = placement.slab, problem.shape, choice.gate_up
     if x_TD.data_ptr() % 16:  # a view that begins in the middle of a word; loads are up to 16 bytes wide
         x_TD = x_TD.clone()
     tensors, strides = word_args(slab, "gate_up", tiles)
@@ -94,6 +102,7 @@ def words_gate_up(
         TOP_K=problem.top_k,
         ACTIVATION=problem.activation,
         FIRST_WAVE=first_wave,
+        LANE_ORDER=in_lane_order(problem, choice, x_TD.device),
         CHUNKS=0 if arrival is None else arrival.chunks[0],
         **_constants(slab, "gate_up", shape.model_dim, x_TD, 1, tiles),
         **pdl_options(x_TD.device),
@@ -101,11 +110,11 @@ def words_gate_up(
 
 
 def words_down(
-    out: torch.Tensor, placement: Placement, weights_TK: torch.Tensor, problem: Problem, tiles: Tiles,
+    out: torch.Tensor, placement: Placement, weights_TK: torch.Tensor, problem: Problem, choice: Choice,
     buffers: Buffers, add_up: bool, early: dict[str, bool],
 ) -> None:  # fmt: skip
     """out: y [T, D] if add_up, else float32 rows [R, D]. early: options of a dependent launch."""
-    slab, shape = placement.slab, problem.shape
+    slab, shape, tiles = placement.slab, problem.shape, choice.down
     tensors, strides = word_args(slab, "down", tiles)
     choices, arrival = next_power_of_two(problem.top_k), placement.arrival
     # What came last is asked for at once, where it takes three steps; more wouldn't fit into registers.
@@ -124,6 +133,7 @@ def words_down(
         TOP_K=problem.top_k,
         LEVELS=choices.bit_length() - 1,
         SUM=add_up,
+        LANE_ORDER=in_lane_order(problem, choice, out.device),
         CHUNKS=0 if arrival is None else arrival.chunks[1],
         PROGRAMS=0 if arrival is None else arrival.programs,
         **_constants(slab, "down", shape.hidden_dim, buffers.activated_PF, choices, tiles),

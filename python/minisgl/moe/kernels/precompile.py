@@ -88,11 +88,11 @@ def compile_choice(task: CompileTask, small_kernels: bool = False) -> None:
     weights_TK = torch.empty((problem.num_tokens, problem.top_k))
     rows_RD = buffers.rows_RD(num_routes, shape.model_dim, problem.dtype)
     if choice.kernel == "direct":
-        launch_direct.direct_gate_up(x_TD, placement, problem, choice.gate_up, True, buffers)
+        launch_direct.direct_gate_up(x_TD, placement, problem, choice, True, buffers)
         if choice.down.wide:
             launch_direct.wide_down(rows_RD.float(), placement, problem, choice.down, buffers)
         else:
-            launch_direct.direct_down(x_TD, placement, weights_TK, problem, choice.down, buffers, True)
+            launch_direct.direct_down(x_TD, placement, weights_TK, problem, choice, buffers, True)
         return
     if choice.kernel == "persistent":
         launch_persistent.gate_up_and_down(rows_RD, x_TD, slab, problem, choice, num_routes, buffers)

@@ -191,62 +191,14 @@ def per_word(format_name):
 
 
 @triton.jit
-def _low(pair):
+def low(pair):
     """float32 of the lower bf16 of an int32."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _high(pair):
+def high(pair):
     return (pair & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_even(pointers, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0)
-
-
-@triton.jit
-def load_x(
-    x, row, word, inside, K: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """What meets the words number `word` of row `row` (int64) of x, as a tuple of tiles: float32, one a code of the word;
-    with FOURS four of int32, pairs of bf16. Zero where not inside."""
-    if (FORMAT == "int4") or (FORMAT == "mxfp4"):
-        at = word // 4 * 16 + word % 4
-        if ASM:
-            pairs = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + at)
-            a, b = load_even(pairs, inside, EVEN), load_even(pairs + 4, inside, EVEN)
-            c, d = load_even(pairs + 8, inside, EVEN), load_even(pairs + 12, inside, EVEN)
-            if FOURS:
-                return a, b, c, d
-            else:
-                return _low(a), _high(a), _low(b), _high(b), _low(c), _high(c), _low(d), _high(d)
-        else:
-            parts = ()
-            for i in tl.static_range(8):
-                value = load_even(x + (row * K + 2 * at + i // 2 * 8 + i % 2), inside, EVEN)
-                parts = parts + (value.to(tl.float32),)  # noqa: RUF005
-            return parts
-    elif FORMAT == "bf16":
-        pair = load_even(x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + word), inside, EVEN)
-        return _low(pair), _high(pair)
-    elif FOURS:
-        pairs = x.to(tl.pointer_type(tl.int32)) + (row * (K // 2) + word // 4 * 8 + word % 4)
-        return load_even(pairs, inside, EVEN), load_even(pairs + 4, inside, EVEN)
-    elif ASM:
-        four = load_even(x.to(tl.pointer_type(tl.int64)) + (row * (K // 4) + word), inside, EVEN)
-        first, second = four.to(tl.int32), (four >> 32).to(tl.int32)
-        return _low(first), _high(first), _low(second), _high(second)
-    else:
-        parts = ()
-        for i in tl.static_range(4):
-            value = load_even(x + (row * K + 4 * word + i), inside, EVEN)
-            parts = parts + (value.to(tl.float32),)  # noqa: RUF005
-        return parts
 
 
 @triton.jit
@@ -265,7 +217,7 @@ def _e4m3(code):
 def _dot(words, x, offset, FORMAT: tl.constexpr, ASM: tl.constexpr):
     """Float32 like words: the dot product of each word's codes; offset: of int8, see `prepared`."""
     if FORMAT == "bf16":
-        return tl.fma(_low(words), x[0], _high(words) * x[1])
+        return tl.fma(low(words), x[0], high(words) * x[1])
     elif ASM:
         if FORMAT == "int8":
             return tl.inline_asm_elementwise(
@@ -362,37 +314,7 @@ def prepared(x, FORMAT: tl.constexpr, FOURS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def within(here, i: tl.constexpr, WIDTH: tl.constexpr, LAST: tl.constexpr):
-    """here, and columns i * WIDTH .. before LAST, unless all of them are."""
-    inside = here
-    if (i + 1) * WIDTH > LAST:
-        inside = here & (i * WIDTH + tl.arange(0, WIDTH)[None, None, :] < LAST)
-    return inside
-
-
-@triton.jit
 def by_group(tile, GROUPS: tl.constexpr):
     """[experts, rows, words] summed by group: [experts, rows, GROUPS]."""
     WORDS: tl.constexpr = tile.shape[2] // GROUPS
     return tl.sum(tile.reshape(tile.shape[0], tile.shape[1], GROUPS, WORDS), 3)
-
-
-@triton.jit
-def row_parameters(scales, bias, row_a, row_b, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Scales of whole rows, and biases, of one slot: a tuple of four."""
-    scale_a, scale_b, bias_a, bias_b = 0.0, 0.0, 0.0, 0.0
-    if (FORMAT == "int8") or (FORMAT == "fp8"):
-        scale_a, scale_b = tl.load(scales + row_a), tl.load(scales + row_b)
-    if HAS_BIAS:
-        bias_a, bias_b = tl.load(bias + row_a).to(tl.float32), tl.load(bias + row_b).to(tl.float32)
-    return scale_a, scale_b, bias_a, bias_b
-
-
-@triton.jit
-def load_row_scales(scales, row_a, row_b, there, other_a, other_b, FORMAT: tl.constexpr):
-    """Scales of rows row_a and row_b, [1, rows], of the slots at `scales`, [experts, 1]; other_a and other_b where not `there`,
-    bool [experts], and where a format has no scale a row."""
-    if (FORMAT == "int8") or (FORMAT == "fp8"):
-        other_a = tl.load(scales + row_a, mask=there[:, None], other=other_a)
-        other_b = tl.load(scales + row_b, mask=there[:, None], other=other_b)
-    return other_a, other_b
