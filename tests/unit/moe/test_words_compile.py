@@ -83,7 +83,7 @@ def test_a_limit_of_registers_costs_hardly_a_spill(compiled, tmp_path):
     tiles = Tiles(8, 2048, 2, registers=128)
     compile_choice(CompileTask(problem("int4"), Choice("direct", 1, tiles, Tiles(8, 256, 2))))
     kernel = compiled["words_gate_up_kernel"]
-    assert spilled_bytes(kernel, tmp_path) <= 16
+    assert spilled_bytes(kernel, tmp_path) <= 32
     assert ".maxnreg 128" in kernel.asm["ptx"]
 
 
