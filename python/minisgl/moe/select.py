@@ -31,10 +31,8 @@ BYTE_FORMATS = (*FP8_FORMATS, *PACKED_FORMATS, "int8")  # at most a byte a weigh
 CODES_PER_WORD = {"bf16": 2, "int4": 8, "mxfp4": 8, "int8": 4, "fp8": 4, "fp8_block": 4}  # see kernels.words
 Threshold = int | Literal["auto"]
 Kernel = Literal["grouped", "few_rows", "persistent", "direct"]
-FEW_ROWS_PAIR = {
-    "gate_up": 8,
-    "down": 16,
-}  # hidden units or outputs of a warp's pair of tiles, see kernels.fragments
+# Hidden units or outputs of a warp's pair of tiles, see kernels.fragments.
+FEW_ROWS_PAIR = {"gate_up": 8, "down": 16}
 FEW_ROWS_LARGEST_BLOCK_M = 32  # four columns of eight rows
 ROLES_BLOCK_M = 128
 WORDS_FEW_ROWS = 20  # a slot: so that hardly one has more than 32
@@ -244,8 +242,7 @@ def _fit(size: int, most: int) -> int:
     return block
 
 
-# Tiles that won on an H200 at Qwen3-30B-A3B dims, by format and whether blocks are small (at most 32 rows) or large;
-# of fp8_block, which was not measured, those that don't spill.
+# Tiles that won on an H200 at Qwen3-30B-A3B dims, by format and whether blocks are small (at most 32 rows) or large.
 _HOPPER = {
     ("native", "small"): (Tiles(64, 128, 4, 4, swap=True), Tiles(128, 128, 4, 3, swap=True)),
     ("fp8", "small"): (Tiles(64, 256, 4, 3, swap=True), Tiles(128, 128, 4, 4, swap=True)),
@@ -253,8 +250,7 @@ _HOPPER = {
     ("int4", "small"): (Tiles(128, 128, 4, 3), Tiles(128, 128, 4, 3, swap=True)),
     ("native", "large"): (Tiles(128, 64, 8, 4, 8), Tiles(256, 64, 8, 4, 8)),
     ("fp8", "large"): (Tiles(128, 128, 8, 4, 8), Tiles(128, 128, 4, 3, 8)),
-    # Two accumulators in registers.
-    ("fp8_block", "large"): (Tiles(64, 128, 8, 4, 8), Tiles(128, 128, 8, 4, 8)),
+    ("fp8_block", "large"): (Tiles(64, 128, 4, 4, 8, True, True), Tiles(128, 128, 4, 4, 8, True, True)),
     ("int8", "large"): (Tiles(64, 64, 4, 4, 8, swap=True), Tiles(128, 64, 4, 4, 8, swap=True)),
     ("int4", "large"): (Tiles(128, 64, 8, 3, 8, swap=True), Tiles(256, 64, 8, 3, 8, swap=True)),
 }
@@ -301,8 +297,10 @@ def can_have_roles(problem: Problem, limits: DeviceLimits) -> bool:
 
 def roles_block_m(problem: Problem) -> int:
     """Rows a block: with 4-bit weights, for which as many are read as there are, what holds all rows of most slots."""
-    few = problem.format in PACKED_FORMATS and problem.rows_per_slot <= WORDS_FEW_ROWS
-    return min(32 if few else ROLES_BLOCK_M, largest_block_m(problem.num_tokens))
+    block_m, rows = ROLES_BLOCK_M, problem.rows_per_slot
+    if problem.format in PACKED_FORMATS and rows <= WORDS_FEW_ROWS:
+        block_m = 16 if problem.format == "mxfp4" and rows <= WORDS_FEW_ROWS / 2 else 32
+    return min(block_m, largest_block_m(problem.num_tokens))
 
 
 def roles_tiles(problem: Problem, block_m: int = ROLES_BLOCK_M) -> tuple[Tiles, Tiles]:
@@ -311,7 +309,7 @@ def roles_tiles(problem: Problem, block_m: int = ROLES_BLOCK_M) -> tuple[Tiles, 
     tiles = []
     for size, block_n in ((problem.shape.model_dim, 128), (problem.shape.hidden_dim, 256)):
         block_k = 128 if packed or problem.format in FP8_FORMATS else 64
-        if packed and few and size % 256 == 0:
+        if packed and few and size % 256 == 0 and not (problem.format == "mxfp4" and block_m > 16):
             block_k = 256
         stages = 8 if packed and few and block_k == 128 else 4
         tiles.append(Tiles(block_n, block_k, 4, stages, 8 if packed and not few else 1, tma=True, roles=True))
@@ -363,10 +361,10 @@ def persistent_programs(problem: Problem, choice: Choice) -> int:
 
 
 def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:
-    kind = {"fp8_block": "fp8", "mxfp4": "int4"}.get(problem.format, problem.format)
-    kind = kind if kind in ("fp8", "int8", "int4") else "native"
-    if kind == "int4":
-        block_m = min(block_m, 64)  # unpacked weights and 128 rows don't fit the registers together
+    kinds = {"fp8": "fp8", "fp8_block": "fp8", "int8": "int8", "int4": "int4", "mxfp4": "int4"}
+    kind = kinds.get(problem.format, "native")
+    if kind == "int4" or problem.format == "fp8_block":
+        block_m = min(block_m, 64)  # 128 don't fit registers beside unpacked weights or a second sum
     size = "small" if block_m <= 32 else "large"
     up, down = _HOPPER.get((problem.format, size)) or _HOPPER[kind, size]
     most = grouped_block_k(problem) if problem.format == "fp8_block" else 256
@@ -375,8 +373,8 @@ def _hopper_heuristic(problem: Problem, block_m: int) -> Choice:
     divides = [width for width in (32, 64, 128, 256) if least <= width <= most]
 
     def fitted(tiles: Tiles, size: int) -> Tiles:
-        widths = [width for width in divides if width <= tiles.block_k and size % width == 0]
-        return replace(tiles, block_k=max(widths, default=grouped_block_k(problem)))
+        widths = [w for w in divides if w <= tiles.block_k and size % w == 0] or [grouped_block_k(problem)]
+        return replace(tiles, block_k=max(widths), tma=tiles.tma and size % 16 == 0)
 
     return Choice(
         "grouped", block_m, fitted(up, problem.shape.model_dim), fitted(down, problem.shape.hidden_dim)

