@@ -54,13 +54,6 @@ class LateFork(Forked):
 
         super().begin([partial(late, fetch) for fetch in fetches])
 
-    def go_on(self, fetch: Callable[[], None]) -> None:
-        def late() -> None:
-            torch.cuda._sleep(DELAY)
-            fetch()
-
-        super().go_on(late)
-
 
 def serve_prompts(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Whether a prompt is planned by the device ("passing"), or by the host ("streaming"), whatever would be faster."""

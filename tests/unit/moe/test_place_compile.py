@@ -84,7 +84,7 @@ def test_place_compiles_for_few_routes(num_slots: int, kernels, tmp_path: Path) 
 def test_one_kernel_plans_prompts_of_any_length(kernels, tmp_path: Path) -> None:
     plan = DevicePlan(512, 256, torch.device("cpu"))
     for num_tokens in (2, 8, 300):
-        plan_passing(plan, torch.zeros((num_tokens, 8), dtype=torch.int32), 2, size=16, ring=2)
+        plan_passing(plan, torch.zeros((num_tokens, 8), dtype=torch.int32), 2, size=16)
     assert len({id(kernel) for kernel in kernels["pass_kernel"]}) == 1
     assert spilled_bytes(kernels["pass_kernel"][0], tmp_path) <= 8
 

@@ -2,8 +2,8 @@
 pass by.
 
 The cache is only read: `place` decides what the prompt's end leaves in it. What it lacks passes in waves of `size` experts, one
-wave behind the other through a ring of transient slots, first what the last tokens use, so that few waves hold it, then the
-others, each in ascending order. `store.prompts.pass_step` is the definition in plain Python.
+behind the other through the same transient slots, first what the last tokens use, so that few waves hold it, then the others,
+each in ascending order. `store.prompts.pass_step` is the definition in plain Python.
 
 Every program works out the whole plan, writes the same tables, and reads of them what its own routes need; so none waits for
 another.
@@ -15,7 +15,7 @@ import triton.language as tl
 from minisgl.moe.kernels.place import count_uses
 
 
-@triton.jit(do_not_specialize=["num_routes", "num_last", "num_waves", "size", "ring"])
+@triton.jit(do_not_specialize=["num_routes", "num_last", "num_waves", "size"])
 def pass_kernel(
     ids_R,  # int32 [R], -1: no expert
     slot_of_E,  # int32 [E], -1: none
@@ -30,7 +30,6 @@ def pass_kernel(
     num_last,  # routes of the last tokens
     num_waves,
     size,  # experts a wave
-    ring,  # waves that have slots of their own
     E: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two > E; the last bin counts the -1
     CHUNK: tl.constexpr,  # routes at a time, and of a program
@@ -44,7 +43,7 @@ def pass_kernel(
     first, later = missed & is_last, missed & (is_last == 0)
     num_first = tl.sum(first.to(tl.int32), 0)
     turn = tl.where(first, tl.cumsum(first.to(tl.int32), 0), num_first + tl.cumsum(later.to(tl.int32), 0)) - 1
-    wave, place = turn // size, turn % (ring * size)
+    wave, place = turn // size, turn % size
     tl.store(places_WE + e, tl.load(place_of_S + slot, mask=hit, other=-1), mask=inside)
     for w in range(num_waves):
         here = missed & (wave == w)

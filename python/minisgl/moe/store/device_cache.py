@@ -32,7 +32,7 @@ from minisgl.moe.store.overlap import Overlap, Serial
 from minisgl.moe.store.passing import plan_passing
 from minisgl.moe.store.pinned import HostRecords
 from minisgl.moe.store.planning import EMPTY, graph_holds
-from minisgl.moe.store.prompts import STREAM_AHEAD, passes, size_of_waves
+from minisgl.moe.store.prompts import STREAM_AHEAD, passes
 from minisgl.moe.store.records import ExpertRecords
 from minisgl.moe.store.routes import look, slots_of_waves
 from minisgl.moe.store.streaming import TransientSlots
@@ -188,28 +188,26 @@ class DeviceStore(ExpertRecords):
 
     def _passing(self, ids_TK: torch.Tensor) -> Iterator[Placement]:
         """A short prompt: what `_streaming` does, planned and fetched by the device. Never waits, and sends nothing ahead."""
-        plan, transient, kept = self.plan, self._transient, self._kept
-        near = transient.slab
-        size, ring = size_of_waves(ids_TK.numel(), self.num_experts, near.num_slots)
+        plan, near, kept = self.plan, self._transient.slab, self._kept
         entering = False
-        with transient.lent():
-            passing = plan_passing(plan, ids_TK, min(kept, len(ids_TK)), size, ring)
+        with self._transient.lent():
+            passing = plan_passing(plan, ids_TK, min(kept, len(ids_TK)), near.num_slots)
             fetches = [
                 partial(plan.fetch_passing, self.records_EB, near.records_SB, listed)
                 for listed in passing.waves
             ]
             try:
-                self._overlap.begin(fetches[:ring])
+                self._overlap.begin(fetches[:1])
                 yield Placement(self.slab, passing.places_WTK[0])
                 entering = True
                 plan.place(ids_TK[-kept:], first=True, count=False)
                 for index in range(len(fetches)):
-                    self._overlap.join(index + 1)
-                    if index * size < kept * self._top_k:
+                    if index:
+                        self._overlap.begin((fetches[index],))
+                    self._overlap.join(1)
+                    if index * near.num_slots < kept * self._top_k:
                         plan.fetch_some(near.records_SB, passing.places_WE[1 + index], self.slab.records_SB)
                     yield Placement(near, passing.places_WTK[1 + index])
-                    if index + ring < len(fetches):
-                        self._overlap.go_on(fetches[index + ring])
                 entering = False
             finally:
                 self._overlap.end()

@@ -37,10 +37,6 @@ class Overlap(Protocol):
         """Launch the fetches one after the other, and after everything launched so far."""
         ...
 
-    def go_on(self, fetch: Callable[[], None]) -> None:
-        """Launch one more fetch behind those that began, and after everything launched so far."""
-        ...
-
     def join(self, count: int) -> None:
         """What is launched from now on comes after the first `count` fetches."""
         ...
@@ -66,9 +62,6 @@ class Serial:
     def begin(self, fetches: Sequence[Callable[[], None]]) -> None:
         for fetch in fetches:
             fetch()
-
-    def go_on(self, fetch: Callable[[], None]) -> None:
-        fetch()
 
     def join(self, count: int) -> None:
         pass
@@ -103,12 +96,6 @@ class Forked:
             for fetch in fetches:
                 fetch()
                 self._done.append(recorded(self._stream))
-
-    def go_on(self, fetch: Callable[[], None]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            fetch()
-            self._done.append(recorded(self._stream))
 
     def join(self, count: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done[count - 1])

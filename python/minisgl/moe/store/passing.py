@@ -24,11 +24,10 @@ class Passing(NamedTuple):
     waves: list[Listed]
 
 
-def plan_passing(plan: DevicePlan, ids_TK: torch.Tensor, num_last: int, size: int, ring: int) -> Passing:
+def plan_passing(plan: DevicePlan, ids_TK: torch.Tensor, num_last: int, size: int) -> Passing:
     """Plan a step whose experts pass by; see `pass_kernel`. Counts hits and misses, and leaves the cache as it is.
 
-    ids_TK: int32, contiguous, T > 0. num_last: tokens at the end whose experts pass first. size: experts a wave. ring: waves
-    that have transient slots of their own.
+    ids_TK: int32, contiguous, T > 0. num_last: tokens at the end whose experts pass first. size: experts a wave.
     """
     (num_tokens, top_k), num_experts = ids_TK.shape, plan.num_experts
     waves = waves_passing(ids_TK.numel(), num_experts, size)
@@ -52,7 +51,6 @@ def plan_passing(plan: DevicePlan, ids_TK: torch.Tensor, num_last: int, size: in
         num_last * top_k,
         waves,
         size,
-        ring,
         E=num_experts,
         EXPERTS=max(next_power_of_two(num_experts + 1), 32),
         CHUNK=CHUNK,

@@ -19,19 +19,8 @@ LINK_LOSS = 0.07  # of a kernel that reads host memory
 WAIT_S = 1.5e-3  # of a layer for which the host waits and starts copies, beside what they travel for
 COPIES_S = 4.5e-3  # of such a layer whose copies were started ahead, however fast they travel
 PASS_S = 0.4e-3  # of a layer that the device plans, beside what its experts travel for
-WAVE_S = 0.3e-3  # for the host to launch a wave
-FLOP_PER_S = 50e12  # of the least of the cards that people keep experts away from
-
-
-def size_of_waves(num_routes: int, num_experts: int, num_transient: int) -> tuple[int, int]:
-    """(experts of a wave that passes by, waves that have transient slots of their own).
-
-    Half of the slots, so that the other half is filled meanwhile; but all of them where so few routes, of which some hit and
-    some share an expert, hardly fill them twice: a wave costs its launches, whether it is empty or not.
-    """
-    few = min(num_routes, num_experts) <= 2 * num_transient
-    size = num_transient if few else max(1, num_transient // 2)
-    return size, num_transient // size
+WAVE_S = 0.5e-3  # for the host to launch a wave, which is why waves have all transient slots, and none is filled during another
+FLOP_PER_S = 25e12  # of the least of the cards that people keep experts away from, at few rows an expert
 
 
 def waves_passing(num_routes: int, num_experts: int, size: int) -> int:
@@ -51,24 +40,21 @@ def passes(
     share = 1 - (1 - 1 / num_experts) ** num_routes
     link_s = share * (num_experts - num_slots) * record_bytes / LINK_BYTES_PER_S
     streaming_s = max(link_s, COPIES_S) if share >= STREAM_AHEAD else link_s + WAIT_S
-    size, _ = size_of_waves(num_routes, num_experts, num_transient)
-    launches_s = waves_passing(num_routes, num_experts, size) * WAVE_S
+    launches_s = waves_passing(num_routes, num_experts, num_transient) * WAVE_S
     compute_s = num_routes * 2 * num_weights / FLOP_PER_S
     return num_tokens > 0 and max(link_s * (1 + LINK_LOSS), launches_s) + compute_s + PASS_S < streaming_s
 
 
 def pass_step(
-    table: SlotTable, used: Collection[int], last: Collection[int], size: int, ring: int
-) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """A step whose experts pass by: (those of `used` that have a slot, waves of at most `size` (expert, transient slot) of the
-    others). The definition of the pass kernel.
+    table: SlotTable, used: Collection[int], last: Collection[int], size: int
+) -> tuple[list[int], list[list[int]]]:
+    """A step whose experts pass by: (those of `used` that have a slot, waves of at most `size` of the others, each in transient
+    slots from the first one on). The definition of the pass kernel.
 
-    Experts of the `last` tokens pass first, each kind in ascending order. `ring` waves have slots of their own, the next one
-    takes those of the first. The table stays as it is.
+    Experts of the `last` tokens pass first, each kind in ascending order. The table stays as it is.
     """
     experts = sorted(expert for expert in used if expert != EMPTY)
     hits = [expert for expert in experts if table.slot_of_E[expert] != EMPTY]
     missing = [expert for expert in experts if table.slot_of_E[expert] == EMPTY]
     missing.sort(key=lambda expert: expert not in last)
-    passing = [(expert, turn % (ring * size)) for turn, expert in enumerate(missing)]
-    return hits, [passing[start : start + size] for start in range(0, len(passing), size)]
+    return hits, [missing[start : start + size] for start in range(0, len(missing), size)]
