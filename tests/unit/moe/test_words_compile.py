@@ -97,7 +97,8 @@ def test_int4_is_multiplied_by_tensor_cores_where_a_group_is_a_quads(compiled):
 
 
 @pytest.mark.parametrize(
-    ("capability", "format_name"), [(80, "int4"), (80, "int8"), (89, "fp8"), (89, "fp8_block")]
+    ("capability", "format_name"),
+    [(80, "int4"), (80, "mxfp4"), (80, "int8"), (89, "fp8"), (89, "fp8_block")],
 )
 def test_arithmetic_of_older_devices(capability, format_name, compiled, monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", NamedTarget(capability))

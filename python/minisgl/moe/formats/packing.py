@@ -1,4 +1,4 @@
-"""Two 4-bit codes a byte, in the order that every 4-bit kernel reads.
+"""Two 4-bit codes a byte, in the order that kernels read. (mxfp4 has the same words, with their bits in another order.)
 
 Sixteen consecutive bytes hold thirty-two consecutive values along K, as eight 16-bit words:
 

@@ -1,4 +1,4 @@
-"""Host side of `kernels.hopper_words`: int4 groups of 128, grouped GEMMs whose warps have roles."""
+"""Host side of `kernels.hopper_words`: grouped GEMMs of int4 in groups of 128, and of mxfp4, whose warps have roles."""
 
 from __future__ import annotations
 
