@@ -65,7 +65,7 @@ def total(pairs: list[tuple[MoELayer, MoELayer]]) -> CacheCounters:
     return sum((cached.store.counters() for _, cached in pairs), CacheCounters())
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4", "none"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "mxfp4", "none"])
 def test_equal_to_resident_however_much_came(memory: HostMemory, name: str) -> None:
     """Between layers the device waits for 0 to 100 us, so that copies stop anywhere; prompts come between the steps."""
     pairs = make_layers(memory, name, 7)
