@@ -32,6 +32,7 @@ from minisgl.moe.kernels.fragments import (
 )
 from minisgl.moe.kernels.product import activated
 
+KEPT = tl.constexpr("evict_last")  # what is read again soon stays in the L2 while weights pass through it
 # A scale's stride of 1 (K is one group) would be a constant, and a scale tile's lanes then lie down the rows, not along them.
 _NOT_SPECIALIZED = ("num_routes", "stride_scale_n")
 
@@ -181,7 +182,8 @@ def _gate_up_columns(
             hidden = activated(gate, up, ACTIVATION).to(activated_PF.dtype.element_ty)
             m = first + 8 * i + row
             real = tl.load(sorted_R + m) < num_routes
-            tl.store(activated_PF + m.to(tl.int64) * F + in_order(n), hidden, mask=real & (n < F))
+            out = activated_PF + m.to(tl.int64) * F + in_order(n)
+            tl.store(out, hidden, mask=real & (n < F), eviction_policy=KEPT)
 
 
 @triton.jit
@@ -280,8 +282,9 @@ def _down_columns(
                 a += tl.load(bias + tl.minimum(n, D - 1)).to(tl.float32)
                 b += tl.load(bias + tl.minimum(n + 8, D - 1)).to(tl.float32)
             out = rows_RD + route.to(tl.int64) * D + n
-            tl.store(out, a.to(rows_RD.dtype.element_ty), mask=real & (n < D))
-            tl.store(out + 8, b.to(rows_RD.dtype.element_ty), mask=real & (n + 8 < D))
+            a, b = a.to(rows_RD.dtype.element_ty), b.to(rows_RD.dtype.element_ty)
+            tl.store(out, a, mask=real & (n < D), eviction_policy=KEPT)
+            tl.store(out + 8, b, mask=real & (n + 8 < D), eviction_policy=KEPT)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)

@@ -168,10 +168,9 @@ def _gate_up_consumer(
         for pieces in gl.static_range(1, BLOCK_M // PIECE + 1):
             if word & 15 == pieces:
                 accs, stage, phase = multiply(pipe, stage, phase, c, pieces * PIECE, D, BLOCK_K, LATE)
-                store_activated(accs[0], activated_PF, b, m * BLOCK_M, unit, F, HAS_BIAS, ACTIVATION)
-                if len(accs) > 1:
-                    first = m * BLOCK_M + accs[0].shape[1]
-                    store_activated(accs[1], activated_PF, b, first, unit, F, HAS_BIAS, ACTIVATION)
+                for i in gl.static_range(len(accs)):
+                    first = m * BLOCK_M + i * accs[0].shape[1]
+                    store_activated(accs[i], activated_PF, b, first, unit, F, HAS_BIAS, ACTIVATION, BLOCK_M)
         word = receive(ring, at, at_phase)
 
 
@@ -326,10 +325,11 @@ def _down_consumer(
         for pieces in gl.static_range(1, BLOCK_M // PIECE + 1):
             if word & 15 == pieces:
                 accs, stage, phase = multiply(pipe, stage, phase, c, pieces * PIECE, F, BLOCK_K, LATE)
-                store_outputs(accs[0], rows_RD, b, sorted_R, num_routes, m * BLOCK_M, output, D, HAS_BIAS)
-                if len(accs) > 1:
-                    first = m * BLOCK_M + accs[0].shape[1]
-                    store_outputs(accs[1], rows_RD, b, sorted_R, num_routes, first, output, D, HAS_BIAS)
+                for i in gl.static_range(len(accs)):
+                    first = m * BLOCK_M + i * accs[0].shape[1]
+                    store_outputs(
+                        accs[i], rows_RD, b, sorted_R, num_routes, first, output, D, HAS_BIAS, BLOCK_M
+                    )
         word = receive(ring, at, at_phase)
 
 

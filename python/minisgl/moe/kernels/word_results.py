@@ -26,6 +26,12 @@ def store_layout(outputs, n):
     )
 
 
+@gluon.constexpr_function
+def cache_policy(block_m):
+    """Where blocks have few rows, results are few in all: they stay in the L2 while weights pass through it."""
+    return "evict_last" if block_m <= 32 else ""
+
+
 @gluon.jit
 def halves(acc):
     """A result's halves [PART / 2, N]: of each 16 rows of weights the first eight, and the second."""
@@ -53,7 +59,8 @@ def _activated(gate, up, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def store_activated(
-    acc, activated_PF, bias, first_row, first_unit, F: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr
+    acc, activated_PF, bias, first_row, first_unit, F: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """bias: pointer to a slot's."""
     gate, up = halves(acc)
@@ -67,15 +74,18 @@ def store_activated(
     unit = first_unit + gl.arange(0, hidden.shape[0], gl.SliceLayout(1, out))
     p = first_row + gl.arange(0, hidden.shape[1], gl.SliceLayout(0, out))
     pointers = activated_PF + p.to(gl.int64)[None, :] * F + unit[:, None]
+    POLICY: gl.constexpr = cache_policy(BLOCK_M)
     if F % PART == 0:
-        gl.store(pointers, gl.convert_layout(hidden, out))
+        gl.store(pointers, gl.convert_layout(hidden, out), eviction_policy=POLICY)
     else:
-        gl.store(pointers, gl.convert_layout(hidden, out), mask=(unit < F)[:, None])
+        mask = (unit < F)[:, None]
+        gl.store(pointers, gl.convert_layout(hidden, out), mask=mask, eviction_policy=POLICY)
 
 
 @gluon.jit
 def store_outputs(
-    acc, rows_RD, bias, sorted_R, num_routes, first_row, first_output, D: gl.constexpr, HAS_BIAS: gl.constexpr
+    acc, rows_RD, bias, sorted_R, num_routes, first_row, first_output, D: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     N: gl.constexpr = acc.shape[1]
     out: gl.constexpr = store_layout(PART, N)
@@ -90,4 +100,5 @@ def store_outputs(
     mask = (route < num_routes)[None, :]
     if D % (2 * PART) != 0:
         mask = mask & (output < D)[:, None]
-    gl.store(pointers, gl.convert_layout(row, out), mask=mask)
+    POLICY: gl.constexpr = cache_policy(BLOCK_M)
+    gl.store(pointers, gl.convert_layout(row, out), mask=mask, eviction_policy=POLICY)
