@@ -90,11 +90,13 @@ def test_activations_that_float16_cannot_hold(name, factor, monkeypatch):
     (Tiles(4, 512, 2), Tiles(8, 512, 4, preload=2)),  # two words a thread, and a tail
     SINGLES,
 ])  # fmt: skip
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_activated_rows_in_lane_order(tiles, symmetric, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "group", "symmetric"), [("int4", 128, True), ("int4", 128, False), ("mxfp4", 32, True)]
+)
+def test_activated_rows_in_lane_order(name, group, symmetric, tiles, monkeypatch):
     """Hidden dims in whole blocks of 256: down reads rows as gate_up arranged them, in one wave and in several."""
     case = cuda_case(4, 3, 5, 1024, 768, bias=True, seed=5)
-    stored = store(case, "int4", 128, symmetric, "cuda")
+    stored = store(case, name, group, symmetric, "cuda")
     backend = backend_with(tiles, monkeypatch)
     assert in_lane_order(stored.problem(case), Choice("direct", 1, *tiles), case.x.device)
     backend.workspace(case.x.device).poison(0xFF)

@@ -48,11 +48,13 @@ def test_every_format_agrees_with_float64(name, group, symmetric, dtype, preload
     ("up", "down"),
     [(Tiles(32, 128, 4), Tiles(64, 256, 4)), (Tiles(16, 128, 4), Tiles(32, 128, 4, preload=2))],
 )
-@pytest.mark.parametrize(("group", "symmetric"), [(128, True), (64, False)])
-def test_activated_rows_in_lane_order(group, symmetric, up, down, monkeypatch):
-    """int4 with hidden dims in whole blocks of 256; every other format leaves columns where they are."""
+@pytest.mark.parametrize(
+    ("name", "group", "symmetric"), [("int4", 128, True), ("int4", 64, False), ("mxfp4", 32, True)]
+)
+def test_activated_rows_in_lane_order(name, group, symmetric, up, down, monkeypatch):
+    """4 bits with hidden dims in whole blocks of 256; every other format leaves columns where they are."""
     case = random_case(2, 2, 3, 128, 512, dtype=torch.float16, seed=6)
-    stored = store(case, "int4", group, symmetric)
+    stored = store(case, name, group, symmetric)
     assert in_lane_order(stored.problem(case), Choice("direct", 1, up, down), case.x.device)
     backend = backend_with(up, down, monkeypatch)
     y = run_step(backend, case, stored)

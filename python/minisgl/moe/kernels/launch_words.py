@@ -28,7 +28,7 @@ def uses_words(problem: Problem, tiles: Tiles, device: torch.device) -> bool:
 def in_lane_order(problem: Problem, choice: Choice, device: torch.device) -> bool:
     """Whether gate_up stores activated rows as the lanes of down read them: see `word_loads.lane_order`."""
     both = (choice.gate_up, choice.down)
-    words = problem.format == "int4" and all(uses_words(problem, tiles, device) for tiles in both)
+    words = problem.format in PACKED_FORMATS and all(uses_words(problem, tiles, device) for tiles in both)
     return words and problem.shape.hidden_dim % 256 == 0
 
 

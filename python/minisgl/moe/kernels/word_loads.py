@@ -26,9 +26,9 @@ def load_even(pointers, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def existing(n, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows n, those past the end replaced by the last one. Not where there are none (int4): loads of rows in a line share
+    """Rows n, those past the end replaced by the last one. Not where there are none (4 bits): loads of rows in a line share
     one address, which leaves registers for more programs. (With 8-bit codes the compiler spilled for it.)"""
-    if SIZE % BLOCK_N == 0 and FORMAT == "int4":
+    if SIZE % BLOCK_N == 0 and ((FORMAT == "int4") or (FORMAT == "mxfp4")):
         return n
     else:
         return tl.minimum(n, SIZE - 1)
@@ -36,7 +36,7 @@ def existing(n, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr)
 
 @triton.jit
 def lane_order(n):
-    """Where column n lies in a row that lanes read who have 32 columns of int4 each: the first 16 bytes of eight lanes side
+    """Where column n lies in a row that lanes read who have 32 columns of 4 bits each: the first 16 bytes of eight lanes side
     by side, then their second ones and so on. So a load of 16 bytes a lane meets no bank twice."""
     return n // 256 * 256 + n % 32 // 8 * 64 + n % 256 // 32 * 8 + n % 8
 
@@ -166,7 +166,7 @@ def load_x(
     LANE_ORDER: tl.constexpr,
 ):  # fmt: skip
     """What meets the words number `word` of row `row` (int64) of x, as a tuple of tiles: float32, one a code of the word;
-    with FOURS four of int32, pairs of bf16. Zero where not inside. LANE_ORDER: see `lane_order`; int4 only."""
+    with FOURS four of int32, pairs of bf16. Zero where not inside. LANE_ORDER: see `lane_order`; 4 bits only."""
     if (FORMAT == "int4") or (FORMAT == "mxfp4"):
         at = word // 4 * 16 + word % 4
         if ASM:
