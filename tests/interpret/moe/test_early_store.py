@@ -111,7 +111,7 @@ def test_a_cache_holds_what_it_would_hold_without_guesses() -> None:
     assert two.early_bytes % whole == 0
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "mxfp4"])
 def test_kernels_that_wait_for_what_did_not_come_early(name: str) -> None:
     """Records of several chunks, of which any number came early; and steps that the other kernels plan in between."""
     shape, num_experts, top_k = ExpertShape(128, 32), 8, 3
