@@ -31,8 +31,8 @@ from minisgl.moe.kernels.fragments import (
     spread,
 )
 from minisgl.moe.kernels.product import activated
+from minisgl.moe.kernels.tiles import KEPT
 
-KEPT = tl.constexpr("evict_last")  # what is read again soon stays in the L2 while weights pass through it
 # A scale's stride of 1 (K is one group) would be a constant, and a scale tile's lanes then lie down the rows, not along them.
 _NOT_SPECIALIZED = ("num_routes", "stride_scale_n")
 

@@ -37,15 +37,12 @@ from minisgl.moe.kernels.stream import (
     shares,
     weights_producer,
 )
+from minisgl.moe.kernels.tiles import KEPT
 
 CODE_ROWS = gl.constexpr(16)  # of a block, quantized at a time
 CODE_COLUMNS = gl.constexpr(1024)
-KEPT = gl.constexpr(
-    "evict_last"
-)  # what is read again soon should stay in the L2 while weights pass through it
-AHEAD_ROWS = gl.constexpr(
-    64
-)  # up to here scales of rows are loaded before the products; later they would cost registers
+# Up to here scales of rows are loaded before the products; later they would cost registers.
+AHEAD_ROWS = gl.constexpr(64)
 
 
 @gluon.jit

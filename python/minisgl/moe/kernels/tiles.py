@@ -18,6 +18,8 @@ from minisgl.moe.formats.mxfp4 import MAGNITUDE_AT, SIGN_AT
 
 _MAGNITUDE_AT, _SIGN_AT = tl.constexpr(MAGNITUDE_AT), tl.constexpr(SIGN_AT)
 MXFP4_LIFT = tl.constexpr(9.223372036854775808e18)  # 2^63, see `mxfp4_scale`
+# Of stores: what is read again soon stays in the L2 while weights, see `load_once`, pass through it.
+KEPT = tl.constexpr("evict_last")
 
 
 def _int4_asm(scaled: bool, has_zero: bool) -> str:

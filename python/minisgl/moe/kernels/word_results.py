@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from minisgl.moe.kernels.roles import sigmoid
+from minisgl.moe.kernels.tiles import KEPT
 from minisgl.moe.kernels.word_operand import PART
 
 
@@ -28,8 +29,8 @@ def store_layout(outputs, n):
 
 @gluon.constexpr_function
 def cache_policy(block_m):
-    """Where blocks have few rows, results are few in all: they stay in the L2 while weights pass through it."""
-    return "evict_last" if block_m <= 32 else ""
+    """Of results where blocks have few rows: they are few in all, so the L2 can keep them."""
+    return KEPT.value if block_m <= 32 else ""
 
 
 @gluon.jit
